@@ -1,0 +1,58 @@
+"""``python -m inkling_sconv``: what this installation does to the SGLang beside it, in one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from importlib.metadata import entry_points
+
+from inkling_sconv import __version__, plugin
+
+GROUP = "sglang.srt.plugins"
+
+
+def main() -> int:
+    """Load SGLang's plugins, import its Inkling backend, print what the plugin says of it.
+
+    Returns 0 if the plugin was asked; 1 if it never will be, with the reason on stderr.
+    """
+    try:
+        reason = _unreachable()
+        if reason is None:
+            plugins = importlib.import_module(GROUP)
+            logging.getLogger("inkling_sconv").setLevel(logging.INFO)
+            logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.ERROR)
+            plugins.load_plugins()
+            importlib.import_module(plugin.BACKEND_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name == plugin.BACKEND_MODULE:
+            print(f"inkling_sconv {__version__}: this SGLang has no Inkling backend; nothing to do.")
+            return 0
+        reason = f"SGLang does not import: {error}; install what it needs."
+    except ImportError as error:
+        reason = f"SGLang does not import: {error}."
+    if reason is None:
+        return 0
+    print(f"inkling_sconv {__version__}: {reason}", file=sys.stderr)
+    return 1
+
+
+def _unreachable() -> str | None:
+    """Why SGLang would never call ``register()`` here; None if it will."""
+    if importlib.util.find_spec("sglang") is None:
+        return f"SGLang is not installed for {sys.executable}; install it there."
+    if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(GROUP) is None:
+        return f"this SGLang is older than the plugin door ({GROUP}); upgrade it to 0.5.17 or newer."
+    if plugin.PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
+        return "the entry point is missing; install the package with pip."
+    names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    if names and plugin.PLUGIN not in names:
+        return f"SGLANG_PLUGINS keeps this plugin out; add {plugin.PLUGIN} to it, or unset it."
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

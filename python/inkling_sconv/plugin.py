@@ -1,0 +1,187 @@
+"""The entry point that SGLang's ``load_plugins()`` calls.
+
+``register()`` only waits: nothing of SGLang is imported before SGLang imports its Inkling backend
+itself. Then the backend is driven once on CPU tensors, and our refresh is put in its place where
+that cures something.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import sys
+from types import FunctionType, ModuleType
+from typing import Any
+
+import wrapt
+
+from inkling_sconv import __version__
+
+BACKEND_MODULE = "sglang.srt.layers.attention.linear.inkling_sconv_backend"
+PLUGIN = "inkling_sconv"
+DISTRIBUTION = "sglang-inkling-sconv"
+VARIABLE = "INKLING_SCONV"
+
+logger = logging.getLogger(__name__)
+
+
+class Mode(str, enum.Enum):
+    """Values of ``INKLING_SCONV``."""
+
+    AUTO = "auto"
+    """Graft where the class crashes."""
+    FORCE = "force"
+    """Graft wherever our refresh fits: untracked, guarded and unrecognised classes too."""
+    OFF = "off"
+    """Change nothing."""
+
+    @classmethod
+    def from_environment(cls) -> Mode:
+        """The mode asked for; auto, with a warning, where the value is none of the three."""
+        value = os.environ.get(VARIABLE, "").strip().lower() or cls.AUTO.value
+        try:
+            return cls(value)
+        except ValueError:
+            _log(logging.WARNING, f"{VARIABLE}={value!r} is none of auto, force, off; using auto.")
+            return cls.AUTO
+
+
+def register() -> None:
+    """Have SGLang's Inkling backend looked at when SGLang imports it, at once if it already has."""
+    wrapt.register_post_import_hook(_on_import, BACKEND_MODULE)
+
+
+def _on_import(module: ModuleType) -> None:
+    # What is raised here would propagate into SGLang's own import.
+    try:
+        mode = Mode.from_environment()
+        if mode is Mode.OFF:
+            _log(logging.INFO, f"{VARIABLE}=off; {module.__name__} left alone.")
+            return
+        from inkling_sconv import probe
+
+        backends = probe.find_backends(module)
+        if not backends:
+            _log(logging.WARNING, f"no class in {module.__name__} has {probe.REFRESH}; left alone.")
+        for backend in backends:
+            _treat(backend, mode)
+    except Exception as error:
+        _log(
+            logging.ERROR, f"could not look at {module.__name__} ({_describe(error)}); left alone."
+        )
+
+
+def _treat(backend: type, mode: Mode) -> None:
+    """Decide what ``backend`` needs, do it, and log the one line that says so."""
+    from inkling_sconv import probe
+
+    report = probe.classify(backend)
+    if report.state is probe.State.GRAFTED:
+        return
+    if (foreign := _foreign_hook(backend)) is not None:
+        _log(
+            logging.WARNING,
+            f"{backend.__qualname__}.{foreign}; left alone. Keep the other plugin out with "
+            "SGLANG_PLUGINS to let this one decide.",
+        )
+        return
+    found = f"{backend.__qualname__} is {report.state.value} ({report.why})"
+    if report.state is probe.State.CRASHING:
+        _graft(backend, found)
+    elif report.state is probe.State.EXEMPT:
+        refused = f" {VARIABLE}=force is refused here." if mode is Mode.FORCE else ""
+        _log(logging.INFO, f"{found}: healthy, draft-extend is exempt; left alone.{refused}")
+    elif mode is Mode.FORCE:
+        _graft(backend, found)
+    elif report.state is probe.State.GUARDED:
+        _log(logging.INFO, f"{found}: healthy, the guard is there; left alone.")
+    elif report.state is probe.State.UNTRACKED:
+        _log(
+            logging.INFO,
+            f"{found}: starts; its tracking needs more than this method; left alone.",
+        )
+    else:
+        _log(
+            logging.WARNING,
+            f"{found}: not recognised; left alone. {VARIABLE}=force replaces the method.",
+        )
+
+
+def _graft(backend: type, found: str) -> None:
+    """Put our methods on ``backend`` through SGLang's registry; take them off if they do not hold."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    from inkling_sconv import probe
+    from inkling_sconv.backend import InklingSconvBackend
+
+    def alloc_inert_tracking(result: Any, host: Any, *args: Any, **kwargs: Any) -> None:
+        InklingSconvBackend._alloc_inert_tracking(host)
+
+    methods = (probe.REFRESH, probe.ALLOC)
+    originals = {name: vars(backend)[name] for name in methods if name in vars(backend)}
+    refresh, alloc = (f"{backend.__module__}.{backend.__qualname__}.{name}" for name in methods)
+    HookRegistry.register(
+        refresh,
+        InklingSconvBackend._refresh_track_conv_indices,
+        HookType.REPLACE,
+        source=HookSource(PLUGIN, DISTRIBUTION),
+    )
+    HookRegistry.register(
+        alloc, alloc_inert_tracking, HookType.AFTER, source=HookSource(PLUGIN, DISTRIBUTION)
+    )
+    HookRegistry.apply_hooks()
+
+    # The registry logs what goes wrong, and skips a target that it patched before.
+    report = probe.classify(backend)
+    if report.state is probe.State.GRAFTED:
+        _log(
+            logging.WARNING,
+            f"{found}: replaced {probe.REFRESH}, extended {probe.ALLOC}. "
+            f"{VARIABLE}=off turns this off.",
+        )
+        return
+    for name in methods:
+        if name in originals:
+            setattr(backend, name, originals[name])
+        elif name in vars(backend):
+            delattr(backend, name)
+    _log(
+        logging.ERROR,
+        f"{found}: our {probe.REFRESH} does not hold here ({report.why}); taken back.",
+    )
+
+
+def _foreign_hook(backend: type) -> str | None:
+    """``METHOD is ... by WHOM`` where somebody else has a hand on a method that we would touch."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from inkling_sconv import probe
+
+    own_globals = vars(sys.modules[backend.__module__])
+    # The registry has no public way to ask what is registered.
+    registered = getattr(HookRegistry, "_hooks", {})
+    for name in (probe.REFRESH, probe.ALLOC):
+        target = f"{backend.__module__}.{backend.__qualname__}.{name}"
+        for _, hook, source in registered.get(target, ()):
+            who = f"plugin {source.plugin_name}" if source else _describe_function(hook)
+            return f"{name} is already hooked by {who}"
+        method = vars(backend).get(name)
+        # By type, not isinstance: proxies pretend to be functions.
+        if method is not None and not (
+            type(method) is FunctionType and method.__globals__ is own_globals
+        ):
+            return f"{name} is already replaced by {_describe_function(method)}"
+    return None
+
+
+def _describe_function(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _log(level: int, message: str) -> None:
+    logger.log(level, "inkling_sconv %s: %s", __version__, message)

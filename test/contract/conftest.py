@@ -1,0 +1,35 @@
+"""The contract, run inside a process that has one SGLang tree and our plugin.
+
+``subject`` is the backend class that SGLang ends up with. ``test/contract/mutants.py`` puts another
+class in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from hypothesis import settings
+from sglang.srt.plugins import load_plugins
+
+from inkling_sconv import plugin, probe
+
+settings.register_profile("contract", max_examples=150, deadline=None, derandomize=True)
+settings.load_profile("contract")
+
+load_plugins()
+MODULE = importlib.import_module(plugin.BACKEND_MODULE)
+
+
+@pytest.fixture(scope="session")
+def subject(request: pytest.FixtureRequest) -> type:
+    mutant = getattr(request.config, "mutant_class", None)
+    return mutant or probe.find_backends(MODULE)[0]
+
+
+@pytest.fixture
+def make_rig(subject: type):
+    def make(**options) -> probe.Rig:
+        return probe.Rig(subject, **options)
+
+    return make

@@ -1,0 +1,195 @@
+"""The contract's tests against wrong versions of our own method: each must turn a test red.
+
+Run inside the crashing fork (``python test/contract/mutants.py OUT.json``); ``test/unit`` does so
+and prints the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+BACKEND = "inkling_sconv.backend"
+WINDOWS = "inkling_sconv.windows"
+EAGER_RETURN = "if forward_batch.mamba_track_mask is None and not on_graph_path:"
+FILL = "            _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replacements in the source of one of our modules; each ``old`` stands there exactly once."""
+
+    name: str
+    module: str
+    edits: tuple[tuple[str, str], ...]
+
+    def source(self) -> str:
+        text = inspect.getsource(importlib.import_module(self.module))
+        for old, new in self.edits:
+            assert text.count(old) == 1, f"mutant {self.name!r}: {text.count(old)} places of {old!r}"
+            text = text.replace(old, new)
+        return text
+
+
+def mutant(name: str, module: str, *edits: tuple[str, str]) -> Mutant:
+    return Mutant(name, module, edits)
+
+
+REJECTED_DESIGNS = (
+    mutant(
+        "design: revert #34043",
+        BACKEND,
+        (EAGER_RETURN, "if forward_batch.mamba_track_mask is None:"),
+    ),
+    mutant(
+        "design: guard on None alone",
+        BACKEND,
+        ("        if prefix_lens is None and on_graph_path:", "        if prefix_lens is None:"),
+        ("if rows > 0 and not Inert", "if on_graph_path and rows > 0 and not Inert"),
+    ),
+    mutant(
+        "design: guard inside the inert fill",
+        BACKEND,
+        ("        out = None\n", "        out = None\n        filled = False\n"),
+        (
+            "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)",
+            "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
+            "                filled = True",
+        ),
+        ("        if prefix_lens is None and on_graph_path:", "        if prefix_lens is None and filled:"),
+    ),
+    mutant(
+        "design: return early for prefill",
+        BACKEND,
+        (
+            EAGER_RETURN,
+            'if forward_batch.mamba_track_mask is None and (not on_graph_path or '
+            'forward_batch.forward_mode.name == "EXTEND"):',
+        ),
+    ),
+)
+
+ONE_LINERS = (
+    mutant("tail not zeroed", WINDOWS, ("    out[live:].zero_()\n", "")),
+    mutant("no lower clamp", WINDOWS, ("(ends[:, None] + offsets).clamp_(min=0)", "(ends[:, None] + offsets)")),
+    mutant("no upper clamp", WINDOWS, ("last_token, out=", "last_token + (1 << 40), out=")),
+    mutant("no tokens gives -1", WINDOWS, ("- 1).clamp_(min=0)", "- 1)")),
+    mutant("truncating division", WINDOWS, ('rounding_mode="floor"', 'rounding_mode="trunc"')),
+    mutant("no chunk alignment", WINDOWS, ("    ends = query_start_loc[:live] + aligned", "    ends = query_start_loc[:live] + tracked")),
+    mutant("prefix added", WINDOWS, ("torch.int64) - prefix_lens", "torch.int64) + prefix_lens")),
+    mutant("prefix ignored", WINDOWS, ("torch.int64) - prefix_lens[:live]", "torch.int64)")),
+    mutant("window one row late", WINDOWS, ("torch.arange(-window, 0,", "torch.arange(1 - window, 1,")),
+    mutant("window backwards", WINDOWS, ("torch.arange(-window, 0, device", "torch.arange(-1, -window - 1, -1, device")),
+    mutant("live ignores prefix lengths", WINDOWS, (", track_seqlens.shape[0], prefix_lens.shape[0])", ", track_seqlens.shape[0])")),
+    mutant("live ignores track seqlens", WINDOWS, (", track_seqlens.shape[0], prefix_lens.shape[0])", ", prefix_lens.shape[0])")),
+    mutant("int32 indices", WINDOWS, ("(rows, window), dtype=torch.int64", "(rows, window), dtype=torch.int32")),
+    mutant("last token read on the host", WINDOWS, ("(query_start_loc[-1:].to(torch.int64) - 1)", "(query_start_loc[-1:].to(torch.int64) * 0 + int(query_start_loc[-1]) - 1)")),
+    mutant("no early return", BACKEND, (EAGER_RETURN, "if False:")),
+    mutant("eager keeps old indices", BACKEND, ("            metadata.track_conv_indices = None\n", "")),
+    mutant("guard inverted", BACKEND, ("if prefix_lens is None and on_graph_path:", "if prefix_lens is None and not on_graph_path:")),
+    mutant("buffer reallocated", BACKEND, ("            out = buffer[:rows]\n", "            out = torch.zeros_like(buffer[:rows])\n")),
+    mutant("eager writes the graph buffer", BACKEND, ("        out = None\n", "        out = self._graph_track_conv_indices[:rows]\n")),
+    mutant("bound not checked", BACKEND, ("if rows > buffer.shape[0]:", "if False:")),
+    mutant("bound off by one", BACKEND, ("if rows > buffer.shape[0]:", "if rows >= buffer.shape[0]:")),
+    mutant("inert mask True", BACKEND, ("self.mask = torch.zeros(", "self.mask = torch.ones(")),
+    mutant("inert indices not the dummy slot", BACKEND, ("self.indices = torch.zeros(", "self.indices = torch.ones(")),
+    mutant("inert indices left out", BACKEND, ("        forward_batch.mamba_track_indices = self.indices[:rows]\n", "")),
+    mutant("inert fields allocated per call", BACKEND, ("self.mask[:rows]", "self.mask[:rows].clone()")),
+    mutant("unmasked rows accepted", BACKEND, ("if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):", "if False:")),
+    mutant("own mask only", BACKEND, ("for mask in (self.mask, host_mask):", "for mask in (self.mask,):")),
+    mutant("addresses never forgotten", BACKEND, ("        weakref.WeakValueDictionary()\n", "        {}\n")),
+    mutant("zero rows refused", BACKEND, ("if rows > 0 and not InertTracking", "if not InertTracking")),
+    mutant("missing seqlens accepted", BACKEND, ("if track_seqlens is None:", "if False:")),
+    mutant("prefix written into the batch", BACKEND, ("            prefix_lens = torch.zeros_like(track_seqlens)\n", "            prefix_lens = forward_batch.extend_prefix_lens = torch.zeros_like(track_seqlens)\n")),
+    mutant("prefix of ones", BACKEND, ("prefix_lens = torch.zeros_like(track_seqlens)", "prefix_lens = torch.ones_like(track_seqlens)")),
+)
+
+MUTANTS = (*REJECTED_DESIGNS, *ONE_LINERS)
+
+
+def build(wrong: Mutant, host: type) -> type:
+    """A subclass of ``host`` whose methods are ours with ``wrong`` in them."""
+    module = types.ModuleType(wrong.module)
+    exec(compile(wrong.source(), f"<{wrong.name}>", "exec"), vars(module))
+    if wrong.module == WINDOWS:
+        # backend.py imports the arithmetic by name: give a copy of it the wrong one.
+        windows, module = module, types.ModuleType(BACKEND)
+        exec(inspect.getsource(importlib.import_module(BACKEND)), vars(module))
+        vars(module)["track_conv_indices"] = windows.track_conv_indices
+    ours = module.InklingSconvBackend
+
+    def alloc(self) -> None:
+        super(subclass, self)._alloc_graph_buffers()
+        ours._alloc_inert_tracking(self)
+
+    subclass = type(
+        "Mutant",
+        (host,),
+        {
+            "_alloc_graph_buffers": alloc,
+            "_refresh_track_conv_indices": ours._refresh_track_conv_indices,
+        },
+    )
+    return subclass
+
+
+class _Recorder:
+    """Hands ``subject`` a class, and keeps which tests it turned red."""
+
+    def __init__(self, subject: type | None):
+        self.subject = subject
+        self.red: dict[str, bool] = {}
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.mutant_class = self.subject
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.split("::")[-1].split("[")[0]
+        self.red[name] = self.red.get(name, False) or report.failed
+
+
+def run(subject: type | None, report: Callable[[str], None]) -> dict[str, bool]:
+    """``{test: whether it is red}`` with ``subject`` in the place of the grafted class."""
+    recorder = _Recorder(subject)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = pytest.main(
+            ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)], plugins=[recorder]
+        )
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        report(output.getvalue())
+        raise SystemExit(f"pytest did not run: {code!r}")
+    return recorder.red
+
+
+def main() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    from inkling_sconv import plugin, probe
+
+    load_plugins()
+    grafted = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))[0]
+    host = type(
+        "Host",
+        (grafted,),
+        {name: inspect.unwrap(vars(grafted)[name]) for name in (probe.ALLOC, probe.REFRESH)},
+    )
+    results = {}
+    for wrong in MUTANTS:
+        results[wrong.name] = run(build(wrong, host), sys.stderr.write)
+    Path(sys.argv[1]).write_text(json.dumps({"right": run(None, sys.stderr.write), **results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Rules 1-10 of the refresh, one by one, with real ``ForwardBatch`` objects on CPU tensors.
+
+The numbers are those of ``docs/contract.md``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
+INTEGERS = (torch.int32, torch.int64)
+TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens")
+
+
+def expected(query_start_loc, seqlens, prefix_lens, *, rows, chunk, window):
+    """The contract's formula in Python integers: what the code under test shares nothing with."""
+    tokens = query_start_loc[-1]
+    live = min(rows, len(seqlens), len(prefix_lens))
+    table = [[0] * window for _ in range(rows)]
+    for r in range(live):
+        aligned = (seqlens[r] - prefix_lens[r]) // chunk * chunk
+        for w in range(window):
+            index = query_start_loc[r] + aligned - window + w
+            table[r][w] = min(max(index, 0), max(tokens - 1, 0))
+    return table
+
+
+@st.composite
+def live_batches(draw):
+    """Rows, tracking and prefix lengths of a live batch; masked rows hold any length at all."""
+    rows = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(0, 300), min_size=rows, max_size=rows))
+    query_start_loc = [sum(lengths[:r]) for r in range(rows + 1)]
+    live = draw(st.integers(0, rows))
+    number = st.integers(0, 5000)
+    return {
+        "rows": rows,
+        "query_start_loc": query_start_loc,
+        "mask": draw(st.lists(st.booleans(), min_size=rows, max_size=rows)),
+        "track_seqlens": draw(st.lists(number, min_size=live, max_size=rows)),
+        "prefix_lens": draw(st.lists(number, min_size=live, max_size=rows)),
+        "dtypes": draw(st.tuples(st.sampled_from(INTEGERS), st.sampled_from(INTEGERS))),
+        "window": draw(st.integers(1, 4)),
+        "chunk_size": draw(st.sampled_from((1, 64, 128))),
+        "mode": draw(st.sampled_from(GRAPH_MODES)),
+        "on_graph_path": draw(st.booleans()),
+    }
+
+
+@given(case=live_batches())
+def test_the_window_is_the_formula(subject, case):
+    from inkling_sconv.probe import Rig
+
+    rig = Rig(subject, window=case["window"], chunk_size=case["chunk_size"])
+    fields = {k: case[k] for k in ("mask", "track_seqlens", "prefix_lens", "dtypes")}
+    batch = rig.batch(case["mode"], case["rows"], **fields)
+    # A static buffer is never clean when a step begins.
+    rig.backend._graph_track_conv_indices.fill_(-7)
+    got = rig.refresh(batch, case["query_start_loc"], on_graph_path=case["on_graph_path"])
+    assert got.dtype == torch.int64 and got.is_contiguous()
+    assert got.tolist() == expected(
+        case["query_start_loc"],
+        case["track_seqlens"],
+        case["prefix_lens"],
+        rows=case["rows"],
+        chunk=case["chunk_size"],
+        window=case["window"],
+    )
+    assert torch.equal(got, rig.reference(batch))
+
+
+def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 2, prefix_lens=[0, 0])
+    rig.refresh(rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0]), [0, 64],
+                on_graph_path=False)
+    rig.backend.sconv_metadata.track_conv_indices = "stale"
+    assert rig.refresh(batch, [0, 4, 8], on_graph_path=False) is None
+    assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_rule_2_capture_without_a_mask_records_an_inert_scatter(make_rig, mode):
+    rig = make_rig()
+    batch = rig.batch(mode, 3, prefix_lens=[0, 0, 0])
+    indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+    assert indices is not None and indices.shape == (3, 3)
+    assert batch.mamba_track_mask.tolist() == [False] * 3
+    assert batch.mamba_track_indices.tolist() == [0] * 3
+    assert batch.mamba_track_seqlens.tolist() == [0] * 3
+    assert batch.mamba_track_mask.dtype == torch.bool
+    assert batch.mamba_track_indices.dtype == batch.mamba_track_seqlens.dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
+    rig = make_rig()
+    addresses = set()
+    for rows in (3, 8, 1):
+        batch = rig.batch(mode, rows)
+        rig.refresh(batch, [4 * r for r in range(rows + 1)], on_graph_path=True)
+        addresses.add(tuple(getattr(batch, name).data_ptr() for name in TRACK_FIELDS))
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
+    rig = make_rig()
+    rig.backend._graph_track_conv_indices.fill_(-7)
+    batch = rig.batch(mode, 3)
+    indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+    assert indices.tolist() == [[0, 0, 0], [1, 2, 3], [5, 6, 7]]
+    assert batch.extend_prefix_lens is None
+
+
+@pytest.mark.parametrize("seqlens_dtype", INTEGERS)
+def test_rule_4_a_live_batch_without_prefix_lengths_is_refused(make_rig, seqlens_dtype):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64],
+                      dtypes=(seqlens_dtype, torch.int32))
+    with pytest.raises(RuntimeError, match=r"extend_prefix_lens.*EXTEND.*init_new"):
+        rig.refresh(batch, [0, 64], on_graph_path=False)
+    assert rig.backend.sconv_metadata.track_conv_indices is None
+
+
+def test_rule_5_the_graph_path_writes_one_buffer(make_rig):
+    rig = make_rig()
+    buffer = rig.backend._graph_track_conv_indices
+    for rows in (2, 8, 1):
+        batch = rig.batch("EXTEND", rows, mask=[True] * rows, track_seqlens=[64] * rows,
+                          prefix_lens=[0] * rows)
+        got = rig.refresh(batch, [64 * r for r in range(rows + 1)], on_graph_path=True)
+        assert got.data_ptr() == buffer.data_ptr() and got.stride() == (3, 1)
+    assert rig.backend._graph_track_conv_indices is buffer
+
+
+def test_rule_5_eager_steps_do_not_share_it(make_rig):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    first = rig.refresh(batch, [0, 64], on_graph_path=False)
+    second = rig.refresh(batch, [0, 64], on_graph_path=False)
+    graph = rig.backend._graph_track_conv_indices.data_ptr()
+    assert len({first.data_ptr(), second.data_ptr(), graph}) == 3
+
+
+@pytest.mark.parametrize("tracked", (False, True))
+def test_rule_5_a_shape_over_the_bound_writes_nothing(make_rig, tracked):
+    rig = make_rig(max_rows=2)
+    rig.backend._graph_track_conv_indices.fill_(-7)
+    live = {"mask": [True] * 3, "track_seqlens": [64] * 3, "prefix_lens": [0] * 3}
+    batch = rig.batch("EXTEND", 3, **(live if tracked else {}))
+    before = dict(vars(batch))
+    with pytest.raises(RuntimeError, match=r"batch_size is 3.*hold 2 rows.*EXTEND"):
+        rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
+    assert all(vars(batch)[name] is value for name, value in before.items())
+    assert rig.backend._graph_track_conv_indices.eq(-7).all()
+
+
+@pytest.mark.parametrize("on_graph_path", (False, True))
+@pytest.mark.parametrize("seqlens,prefix_lens", (([64], [0, 0, 0]), ([64, 64, 64], [0]), ([], [])))
+def test_rule_6_the_padded_tail_is_zero(make_rig, on_graph_path, seqlens, prefix_lens):
+    rig = make_rig()
+    rig.backend._graph_track_conv_indices.fill_(-7)
+    batch = rig.batch("EXTEND", 3, mask=[True] * 3, track_seqlens=seqlens, prefix_lens=prefix_lens)
+    got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=on_graph_path)
+    live = min(len(seqlens), len(prefix_lens))
+    assert got[live:].tolist() == [[0, 0, 0]] * (3 - live)
+    assert got[:live].tolist() == [[61, 62, 63]] * live
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("prefix", (False, True))
+@pytest.mark.parametrize("tracked", (False, True))
+def test_rule_7_no_value_is_read_on_the_host(make_rig, mode, prefix, tracked):
+    # On meta tensors, any read of a value raises.
+    rig = make_rig(device="meta")
+    fields = {"mask": [True] * 3, "track_seqlens": [64] * 2} if tracked else {}
+    if prefix:
+        fields["prefix_lens"] = [0] * 3
+    batch = rig.batch(mode, 3, **fields)
+    for _ in range(2):
+        got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
+        assert got.shape == (3, 3) and got.dtype == torch.int64
+    if tracked and prefix:
+        assert rig.refresh(batch, [0, 64, 128, 192], on_graph_path=False).shape == (3, 3)
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mode):
+    """One batch per size, as the runners build it, through the backend of every draft step."""
+    max_rows, width = 48, 5
+    steps = [make_rig(max_rows=max_rows) for _ in range(3)]
+    for rows in range(max_rows, 0, -1):
+        batch = steps[0].batch(mode, rows)
+        query_start_loc = [width * r for r in range(rows + 1)]
+        zeros = [0] * rows
+        want = expected(query_start_loc, zeros, zeros, rows=rows, chunk=64, window=3)
+        for _ in ("warm-up", "capture"):
+            for rig in steps:
+                rig.backend._graph_track_conv_indices.fill_(-7)
+                got = rig.refresh(batch, query_start_loc, on_graph_path=True)
+                assert got.tolist() == want
+                assert not batch.mamba_track_mask.any() and not batch.mamba_track_seqlens.any()
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("mask", ([True, True], [False, False]))
+def test_rule_9_no_prefix_is_invented_for_rows_that_may_be_tracked(make_rig, mode, mask):
+    rig = make_rig()
+    batch = rig.batch(mode, 2, mask=mask, track_seqlens=[64, 64])
+    with pytest.raises(RuntimeError, match=rf"extend_prefix_lens.*mamba_track_mask.*{mode}"):
+        rig.refresh(batch, [0, 64, 128], on_graph_path=True)
+
+
+def test_rule_9_zero_rows_are_no_reason_to_refuse(make_rig):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 0, mask=[], track_seqlens=[])
+    assert rig.refresh(batch, [0], on_graph_path=True).shape == (0, 3)
+
+
+def test_rule_9_the_host_s_own_inert_mask_is_inert(make_rig):
+    rig = make_rig()
+    mask = getattr(rig.backend, "_graph_track_inert_mask", None)
+    if mask is None:
+        pytest.skip("this tree has no inert mask of its own")
+    batch = rig.batch("DRAFT_EXTEND_V2", 2, mask=[False] * 2, track_seqlens=[0, 0])
+    batch.mamba_track_mask = mask[:2]
+    assert rig.refresh(batch, [0, 4, 8], on_graph_path=True).tolist() == [[0, 0, 0], [1, 2, 3]]
+
+
+def test_rule_9_an_address_that_was_freed_is_not_inert(make_rig):
+    from inkling_sconv.backend import InertTracking
+
+    rig = make_rig()
+    mask = rig.backend._inkling_sconv_inert.mask
+    del rig.backend._inkling_sconv_inert
+    assert not InertTracking.owns(mask)
+
+
+@pytest.mark.parametrize("on_graph_path", (False, True))
+def test_rule_10_a_step_with_no_tokens_gives_index_zero(make_rig, on_graph_path):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, 640], prefix_lens=[0, 64])
+    assert rig.refresh(batch, [0, 0, 0], on_graph_path=on_graph_path).eq(0).all()
+
+
+@pytest.mark.parametrize("on_graph_path", (False, True))
+def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 1, mask=[True], prefix_lens=[0])
+    with pytest.raises(RuntimeError, match=r"mamba_track_seqlens.*EXTEND"):
+        rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
+
+
+@pytest.mark.parametrize(("seqlens", "prefix", "want"), (
+    (0, 1, [61, 62, 63]),  # one token short of the prefix: floor goes a whole chunk back
+    (64, 64, [125, 126, 127]),
+    (127, 64, [125, 126, 127]),
+    (128, 64, [189, 190, 191]),
+))
+def test_negative_and_partial_chunks_round_down(make_rig, seqlens, prefix, want):
+    rig = make_rig()
+    batch = rig.batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, seqlens],
+                      prefix_lens=[0, prefix])
+    got = rig.refresh(batch, [0, 128, 300], on_graph_path=True)
+    assert got[1].tolist() == want
+
+
+def test_a_backend_older_than_the_plugin_says_so(make_rig):
+    rig = make_rig()
+    del rig.backend._inkling_sconv_inert
+    with pytest.raises(RuntimeError, match="made before inkling_sconv was loaded"):
+        rig.refresh(rig.batch("DRAFT_EXTEND_V2", 1), [0, 4], on_graph_path=True)

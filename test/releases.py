@@ -1,0 +1,135 @@
+"""Real SGLang releases beside the installed one, unpacked once into a cache, and forks made of them.
+
+``python test/releases.py`` fetches all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import libcst as cst
+import libcst.matchers as m
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("INKLING_SCONV_CACHE", ROOT / ".cache"))
+BACKEND = Path("sglang/srt/layers/attention/linear/inkling_sconv_backend.py")
+
+# Up to 0.5.19, SGLang does not import with the transformers that 0.5.23 pins.
+_OLDER_TRANSFORMERS = ("transformers==5.12.1", "tokenizers==0.22.2")
+RELEASES: dict[str, tuple[str, ...]] = {
+    "0.5.17": _OLDER_TRANSFORMERS,
+    "0.5.18": _OLDER_TRANSFORMERS,
+    "0.5.19": _OLDER_TRANSFORMERS,
+    "0.5.20": (),
+    "0.5.21": (),
+    "0.5.22": (),
+    "0.5.23": (),
+}
+CRASHING = "crashing"
+"""The fork between #34043 and #35042: 0.5.18 without the guard."""
+TREES = (*RELEASES, CRASHING)
+
+
+def release(version: str) -> Path:
+    """The folder to put on ``PYTHONPATH`` for ``sglang==version``."""
+    return _unpacked(f"sglang=={version}")
+
+
+def fork(source: str, text: str, out: Path) -> Path:
+    """``source`` with another text in the backend's file, as a tree of links made in ``out``."""
+    original, copy = release(source), out
+    copy.mkdir(parents=True)
+    for part in BACKEND.parts:
+        for entry in original.iterdir():
+            if entry.name != part:
+                (copy / entry.name).symlink_to(entry)
+        original, copy = original / part, copy / part
+        if part != BACKEND.name:
+            copy.mkdir()
+    copy.write_text(text)
+    return out
+
+
+def backend_text(source: str) -> str:
+    """The text of the backend's file in a release, or in the crashing fork."""
+    if source != CRASHING:
+        return (release(source) / BACKEND).read_text()
+    guarded = cst.parse_module(backend_text("0.5.18"))
+    remover = _GuardRemover()
+    crashing = guarded.visit(remover)
+    assert remover.removed == 1, f"{remover.removed} guards found in 0.5.18"
+    return crashing.code
+
+
+def tree(name: str, out: Path) -> Path:
+    """The folder to put on ``PYTHONPATH`` for a name of ``TREES``; forks are made in ``out``."""
+    return fork("0.5.18", backend_text(name), out) if name == CRASHING else release(name)
+
+
+def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
+    """An environment in which ``import sglang`` finds ``path``, made from ``name``, and no GPU."""
+    extra = RELEASES["0.5.18" if name == CRASHING else name]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
+    return {
+        **inherited,
+        "CUDA_VISIBLE_DEVICES": "",
+        "INKLING_SCONV_CACHE": str(CACHE),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (path, *map(_unpacked, extra)))),
+        **variables,
+    }
+
+
+class _GuardRemover(cst.CSTTransformer):
+    """Takes out ``if X is None and Y: X = ...zeros_like(...)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removed = 0
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If):  # noqa: N802
+        condition = m.BooleanOperation(
+            left=m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]),
+            operator=m.And(),
+            right=m.Name("on_graph_path"),
+        )
+        if not m.matches(original_node.test, condition):
+            return updated_node
+        self.removed += 1
+        return cst.RemoveFromParent()
+
+
+def _unpacked(requirement: str) -> Path:
+    """The unpacked wheel of ``requirement``, downloaded by the running Python's pip if need be."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    target = CACHE / "unpacked" / version / requirement
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if target.is_dir():
+            return target
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        wheels = partial / "wheels"
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*command, "-d", str(wheels), requirement], check=True)
+        (wheel,) = wheels.iterdir()
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(partial)
+        shutil.rmtree(wheels)
+        partial.rename(target)
+    return target
+
+
+if __name__ == "__main__":
+    for number in RELEASES:
+        release(number)
+    for needed in sorted({name for names in RELEASES.values() for name in names}):
+        _unpacked(needed)

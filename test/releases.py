@@ -1,4 +1,4 @@
-"""Real SGLang releases beside the installed one, unpacked once into a cache, and forks made of them.
+"""Real SGLang releases, unpacked once into a cache, and forks made of them.
 
 ``python test/releases.py`` fetches all of them.
 """

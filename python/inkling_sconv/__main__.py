@@ -29,7 +29,9 @@ def main() -> int:
             importlib.import_module(plugin.BACKEND_MODULE)
     except ModuleNotFoundError as error:
         if error.name == plugin.BACKEND_MODULE:
-            print(f"inkling_sconv {__version__}: this SGLang has no Inkling backend; nothing to do.")
+            print(
+                f"inkling_sconv {__version__}: this SGLang has no Inkling backend; nothing to do."
+            )
             return 0
         reason = f"SGLang does not import: {error}; install what it needs."
     except ImportError as error:
@@ -45,7 +47,9 @@ def _unreachable() -> str | None:
     if importlib.util.find_spec("sglang") is None:
         return f"SGLang is not installed for {sys.executable}; install it there."
     if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(GROUP) is None:
-        return f"this SGLang is older than the plugin door ({GROUP}); upgrade it to 0.5.17 or newer."
+        return (
+            f"this SGLang is older than the plugin door ({GROUP}); upgrade it to 0.5.17 or newer."
+        )
     if plugin.PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
         return "the entry point is missing; install the package with pip."
     names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}

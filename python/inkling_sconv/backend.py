@@ -21,7 +21,7 @@ class TrackContractError(RuntimeError):
 
 
 class InertTracking:
-    """Track fields of a batch that tracks nothing: mask False, indices 0, seqlens 0, ``[max_rows]``.
+    """Track fields of a batch that tracks nothing, ``[max_rows]``: mask False, the others 0.
 
     A capture without tracking metadata points the batch at slices of these, so that the checkpoint
     scatter is recorded and writes nothing until a replay brings a live mask. They are filled once,
@@ -68,7 +68,7 @@ class InklingSconvBackend:
         )
 
     def _refresh_track_conv_indices(self: Any, forward_batch: Any, on_graph_path: bool) -> None:
-        """Set ``sconv_metadata.track_conv_indices`` for this step: ``[rows, window]`` int64, or None.
+        """Set this step's ``sconv_metadata.track_conv_indices``: ``[rows, window]`` int64, or None.
 
         ``rows`` is ``forward_batch.batch_size``. On the graph path the result is a slice of the
         host's static buffer, and a batch with no tracking metadata gets inert fields. Calling it

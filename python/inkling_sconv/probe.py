@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,19 +68,22 @@ class _Blank:
 
 
 @contextlib.contextmanager
-def _blank_config(function: Callable[..., Any]) -> Iterator[None]:
-    """For its duration, ``function``'s module reads a blank server configuration."""
-    names = inspect.unwrap(function).__globals__
-    saved = {
-        name: value
-        for name, value in names.items()
-        if inspect.isfunction(value) and value.__module__ in _CONFIG_MODULES
-    }
-    names.update(dict.fromkeys(saved, _Blank))
+def _blank_config(cls: type) -> Iterator[None]:
+    """For its duration, the modules that allocate ``cls``'s buffers read a blank configuration."""
+    saved = []
+    for base in cls.__mro__:
+        if ALLOC in vars(base):
+            names = inspect.unwrap(vars(base)[ALLOC]).__globals__
+            for name, value in names.items():
+                if inspect.isfunction(value) and value.__module__ in _CONFIG_MODULES:
+                    saved.append((names, name, value))
+    for names, name, _ in saved:
+        names[name] = _Blank
     try:
         yield
     finally:
-        names.update(saved)
+        for names, name, value in saved:
+            names[name] = value
 
 
 class Rig:
@@ -92,7 +95,7 @@ class Rig:
 
     def __init__(
         self,
-        cls: type,
+        cls: type[Any],
         *,
         max_rows: int = 8,
         window: int = 3,
@@ -109,11 +112,11 @@ class Rig:
         self.backend._cache_indices_buf = None
         self.backend.req_to_token_pool = SimpleNamespace(size=max_rows)
         self.backend.sconv_metadata = SimpleNamespace(track_conv_indices=None)
-        alloc = getattr(cls, ALLOC)
-        with _blank_config(alloc):
-            alloc(self.backend)
+        with _blank_config(cls):
+            getattr(self.backend, ALLOC)()
 
     def tensor(self, values: Sequence[int | bool], dtype: torch.dtype) -> torch.Tensor:
+        """``values`` on the rig's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def batch(
@@ -178,7 +181,7 @@ class Rig:
         )
 
 
-class _Unrecognised(Exception):
+class _UnrecognisedError(Exception):
     """The class does something that none of the known states does."""
 
 
@@ -193,14 +196,14 @@ def classify(cls: type) -> Report:
             # The crash is the missing prefix only if the same capture works with one.
             capture_with_prefix = _capture(cls, "DRAFT_EXTEND_V2", prefix_lens=[0, 0])
             if _kind(capture_with_prefix) != _INDICES:
-                raise _Unrecognised(f"with prefix lengths, capture: {capture_with_prefix}")
+                raise _UnrecognisedError(f"with prefix lengths, capture: {capture_with_prefix}")
         if state is State.GUARDED and _refuses_unmasked(cls):
             state = State.GRAFTED
         if state is None:
-            raise _Unrecognised(f"draft-extend capture: {capture}; prefill capture: {prefill}")
+            raise _UnrecognisedError(f"draft-extend capture: {capture}; prefill capture: {prefill}")
         return Report(state, f"draft-extend capture: {capture}", capture)
     except Exception as error:
-        why = str(error) if isinstance(error, _Unrecognised) else _describe(error)
+        why = str(error) if isinstance(error, _UnrecognisedError) else _describe(error)
         return Report(State.UNKNOWN, why, capture)
 
 
@@ -233,47 +236,48 @@ def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> 
     changed = {name for name, value in vars(batch).items() if value is not before.get(name)}
     if indices is None:
         if changed:
-            raise _Unrecognised(f"{mode} capture: no indices, yet sets {_list(changed)}")
+            raise _UnrecognisedError(f"{mode} capture: no indices, yet sets {_list(changed)}")
         return _NONE
     fields = {"mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens"}
     if changed != fields or batch.mamba_track_mask.any() or batch.mamba_track_indices.any():
-        raise _Unrecognised(f"{mode} capture: track fields are not inert (sets {_list(changed)})")
+        raise _UnrecognisedError(
+            f"{mode} capture: track fields are not inert (sets {_list(changed)})"
+        )
     if not torch.equal(indices, rig.reference(batch)):
-        raise _Unrecognised(f"{mode} capture: window is not the reference's: {indices.tolist()}")
+        raise _UnrecognisedError(
+            f"{mode} capture: window is not the reference's: {indices.tolist()}"
+        )
     return _INDICES
 
 
 def _check_live(cls: type) -> None:
     """A live batch gets the reference's window, nothing else is touched, no prefix is invented."""
-    live = {"mask": [True, False, True], "track_seqlens": [192, 64, 400]}
+    mask, track_seqlens = [True, False, True], [192, 64, 400]
     for on_graph_path in (False, True):
         rig = Rig(cls)
-        batch = rig.batch("EXTEND", 4, **live, prefix_lens=[64, 128, 200])
-        rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
-        before, attributes, metadata = (
-            dict(vars(host)) for host in (batch, rig.backend, rig.backend.sconv_metadata)
+        batch = rig.batch(
+            "EXTEND", 4, mask=mask, track_seqlens=track_seqlens, prefix_lens=[64, 128, 200]
         )
+        hosts = (batch, rig.backend, rig.backend.sconv_metadata)
+        before = [dict(vars(host)) for host in hosts]
         indices = rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
         if indices is None or not torch.equal(indices, rig.reference(batch)):
-            raise _Unrecognised(f"live batch: window is not the reference's: {indices}")
+            raise _UnrecognisedError(f"live batch: window is not the reference's: {indices}")
         touched = {
             name
-            for host, old in (
-                (batch, before),
-                (rig.backend, attributes),
-                (rig.backend.sconv_metadata, metadata),
-            )
+            for host, old in zip(hosts, before, strict=True)
             for name, value in vars(host).items()
             if value is not old.get(name, _UNSET)
         } - {"track_conv_indices", "query_start_loc"}
         if touched:
-            raise _Unrecognised(f"live batch: also sets {_list(touched)}")
+            raise _UnrecognisedError(f"live batch: also sets {_list(touched)}")
     rig = Rig(cls)
     try:
-        rig.refresh(rig.batch("EXTEND", 3, **live), [0, 128, 168, 368], on_graph_path=False)
+        batch = rig.batch("EXTEND", 3, mask=mask, track_seqlens=track_seqlens)
+        rig.refresh(batch, [0, 128, 168, 368], on_graph_path=False)
     except Exception:
         return
-    raise _Unrecognised("live batch without extend_prefix_lens passes")
+    raise _UnrecognisedError("live batch without extend_prefix_lens passes")
 
 
 def _refuses_unmasked(cls: type) -> bool:

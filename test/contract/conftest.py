@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
+from inkling_sconv import plugin, probe
 from sglang.srt.plugins import load_plugins
 
-from inkling_sconv import plugin, probe
-
 settings.register_profile("contract", max_examples=150, deadline=None, derandomize=True)
+# A mutant only has to be caught: no need to shrink what caught it.
+settings.register_profile(
+    "mutants", settings.get_profile("contract"), max_examples=60, phases=[Phase.generate]
+)
 settings.load_profile("contract")
 
 load_plugins()

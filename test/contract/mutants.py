@@ -1,7 +1,6 @@
 """The contract's tests against wrong versions of our own method: each must turn a test red.
 
-Run inside the crashing fork (``python test/contract/mutants.py OUT.json``); ``test/unit`` does so
-and prints the table.
+``test/unit/test_mutants.py`` runs them inside the crashing fork and prints the table.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ import contextlib
 import importlib
 import inspect
 import io
-import json
-import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +34,9 @@ class Mutant:
     def source(self) -> str:
         text = inspect.getsource(importlib.import_module(self.module))
         for old, new in self.edits:
-            assert text.count(old) == 1, f"mutant {self.name!r}: {text.count(old)} places of {old!r}"
+            assert text.count(old) == 1, (
+                f"mutant {self.name!r}: {text.count(old)} places of {old!r}"
+            )
             text = text.replace(old, new)
         return text
 
@@ -68,14 +66,17 @@ REJECTED_DESIGNS = (
             "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
             "                filled = True",
         ),
-        ("        if prefix_lens is None and on_graph_path:", "        if prefix_lens is None and filled:"),
+        (
+            "        if prefix_lens is None and on_graph_path:",
+            "        if prefix_lens is None and filled:",
+        ),
     ),
     mutant(
         "design: return early for prefill",
         BACKEND,
         (
             EAGER_RETURN,
-            'if forward_batch.mamba_track_mask is None and (not on_graph_path or '
+            "if forward_batch.mamba_track_mask is None and (not on_graph_path or "
             'forward_batch.forward_mode.name == "EXTEND"):',
         ),
     ),
@@ -83,38 +84,137 @@ REJECTED_DESIGNS = (
 
 ONE_LINERS = (
     mutant("tail not zeroed", WINDOWS, ("    out[live:].zero_()\n", "")),
-    mutant("no lower clamp", WINDOWS, ("(ends[:, None] + offsets).clamp_(min=0)", "(ends[:, None] + offsets)")),
+    mutant(
+        "no lower clamp",
+        WINDOWS,
+        ("(ends[:, None] + offsets).clamp_(min=0)", "(ends[:, None] + offsets)"),
+    ),
     mutant("no upper clamp", WINDOWS, ("last_token, out=", "last_token + (1 << 40), out=")),
     mutant("no tokens gives -1", WINDOWS, ("- 1).clamp_(min=0)", "- 1)")),
     mutant("truncating division", WINDOWS, ('rounding_mode="floor"', 'rounding_mode="trunc"')),
-    mutant("no chunk alignment", WINDOWS, ("    ends = query_start_loc[:live] + aligned", "    ends = query_start_loc[:live] + tracked")),
+    mutant(
+        "no chunk alignment",
+        WINDOWS,
+        (
+            "    ends = query_start_loc[:live] + aligned",
+            "    ends = query_start_loc[:live] + tracked",
+        ),
+    ),
     mutant("prefix added", WINDOWS, ("torch.int64) - prefix_lens", "torch.int64) + prefix_lens")),
     mutant("prefix ignored", WINDOWS, ("torch.int64) - prefix_lens[:live]", "torch.int64)")),
-    mutant("window one row late", WINDOWS, ("torch.arange(-window, 0,", "torch.arange(1 - window, 1,")),
-    mutant("window backwards", WINDOWS, ("torch.arange(-window, 0, device", "torch.arange(-1, -window - 1, -1, device")),
-    mutant("live ignores prefix lengths", WINDOWS, (", track_seqlens.shape[0], prefix_lens.shape[0])", ", track_seqlens.shape[0])")),
-    mutant("live ignores track seqlens", WINDOWS, (", track_seqlens.shape[0], prefix_lens.shape[0])", ", prefix_lens.shape[0])")),
-    mutant("int32 indices", WINDOWS, ("(rows, window), dtype=torch.int64", "(rows, window), dtype=torch.int32")),
-    mutant("last token read on the host", WINDOWS, ("(query_start_loc[-1:].to(torch.int64) - 1)", "(query_start_loc[-1:].to(torch.int64) * 0 + int(query_start_loc[-1]) - 1)")),
+    mutant(
+        "window one row late", WINDOWS, ("torch.arange(-window, 0,", "torch.arange(1 - window, 1,")
+    ),
+    mutant(
+        "window backwards",
+        WINDOWS,
+        ("torch.arange(-window, 0, device", "torch.arange(-1, -window - 1, -1, device"),
+    ),
+    mutant(
+        "live ignores prefix lengths",
+        WINDOWS,
+        (", track_seqlens.shape[0], prefix_lens.shape[0])", ", track_seqlens.shape[0])"),
+    ),
+    mutant(
+        "live ignores track seqlens",
+        WINDOWS,
+        (", track_seqlens.shape[0], prefix_lens.shape[0])", ", prefix_lens.shape[0])"),
+    ),
+    mutant(
+        "int32 indices",
+        WINDOWS,
+        ("(rows, window), dtype=torch.int64", "(rows, window), dtype=torch.int32"),
+    ),
+    mutant(
+        "last token read on the host",
+        WINDOWS,
+        (
+            "(query_start_loc[-1:].to(torch.int64) - 1)",
+            "(query_start_loc[-1:].to(torch.int64) * 0 + int(query_start_loc[-1]) - 1)",
+        ),
+    ),
     mutant("no early return", BACKEND, (EAGER_RETURN, "if False:")),
-    mutant("eager keeps old indices", BACKEND, ("            metadata.track_conv_indices = None\n", "")),
-    mutant("guard inverted", BACKEND, ("if prefix_lens is None and on_graph_path:", "if prefix_lens is None and not on_graph_path:")),
-    mutant("buffer reallocated", BACKEND, ("            out = buffer[:rows]\n", "            out = torch.zeros_like(buffer[:rows])\n")),
-    mutant("eager writes the graph buffer", BACKEND, ("        out = None\n", "        out = self._graph_track_conv_indices[:rows]\n")),
+    mutant(
+        "eager keeps old indices", BACKEND, ("            metadata.track_conv_indices = None\n", "")
+    ),
+    mutant(
+        "guard inverted",
+        BACKEND,
+        (
+            "if prefix_lens is None and on_graph_path:",
+            "if prefix_lens is None and not on_graph_path:",
+        ),
+    ),
+    mutant(
+        "buffer reallocated",
+        BACKEND,
+        (
+            "            out = buffer[:rows]\n",
+            "            out = torch.zeros_like(buffer[:rows])\n",
+        ),
+    ),
+    mutant(
+        "eager writes the graph buffer",
+        BACKEND,
+        ("        out = None\n", "        out = self._graph_track_conv_indices[:rows]\n"),
+    ),
     mutant("bound not checked", BACKEND, ("if rows > buffer.shape[0]:", "if False:")),
-    mutant("bound off by one", BACKEND, ("if rows > buffer.shape[0]:", "if rows >= buffer.shape[0]:")),
+    mutant(
+        "bound off by one", BACKEND, ("if rows > buffer.shape[0]:", "if rows >= buffer.shape[0]:")
+    ),
     mutant("inert mask True", BACKEND, ("self.mask = torch.zeros(", "self.mask = torch.ones(")),
-    mutant("inert indices not the dummy slot", BACKEND, ("self.indices = torch.zeros(", "self.indices = torch.ones(")),
-    mutant("inert indices left out", BACKEND, ("        forward_batch.mamba_track_indices = self.indices[:rows]\n", "")),
-    mutant("inert fields allocated per call", BACKEND, ("self.mask[:rows]", "self.mask[:rows].clone()")),
-    mutant("unmasked rows accepted", BACKEND, ("if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):", "if False:")),
-    mutant("own mask only", BACKEND, ("for mask in (self.mask, host_mask):", "for mask in (self.mask,):")),
-    mutant("addresses never forgotten", BACKEND, ("        weakref.WeakValueDictionary()\n", "        {}\n")),
-    mutant("zero rows refused", BACKEND, ("if rows > 0 and not InertTracking", "if not InertTracking")),
+    mutant(
+        "inert indices not the dummy slot",
+        BACKEND,
+        ("self.indices = torch.zeros(", "self.indices = torch.ones("),
+    ),
+    mutant(
+        "inert indices left out",
+        BACKEND,
+        ("        forward_batch.mamba_track_indices = self.indices[:rows]\n", ""),
+    ),
+    mutant(
+        "inert fields allocated per call", BACKEND, ("self.mask[:rows]", "self.mask[:rows].clone()")
+    ),
+    mutant(
+        "unmasked rows accepted",
+        BACKEND,
+        ("if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):", "if False:"),
+    ),
+    mutant(
+        "own mask only",
+        BACKEND,
+        ("for mask in (self.mask, host_mask):", "for mask in (self.mask,):"),
+    ),
+    mutant(
+        "addresses never forgotten",
+        BACKEND,
+        ("        weakref.WeakValueDictionary()\n", "        {}\n"),
+    ),
+    mutant(
+        "zero rows refused", BACKEND, ("if rows > 0 and not InertTracking", "if not InertTracking")
+    ),
     mutant("missing seqlens accepted", BACKEND, ("if track_seqlens is None:", "if False:")),
-    mutant("prefix written into the batch", BACKEND, ("            prefix_lens = torch.zeros_like(track_seqlens)\n", "            prefix_lens = forward_batch.extend_prefix_lens = torch.zeros_like(track_seqlens)\n")),
-    mutant("prefix of ones", BACKEND, ("prefix_lens = torch.zeros_like(track_seqlens)", "prefix_lens = torch.ones_like(track_seqlens)")),
+    mutant(
+        "prefix written into the batch",
+        BACKEND,
+        (
+            "prefix_lens = torch.zeros_like(",
+            "prefix_lens = forward_batch.extend_prefix_lens = torch.zeros_like(",
+        ),
+    ),
+    mutant(
+        "prefix of ones",
+        BACKEND,
+        (
+            "prefix_lens = torch.zeros_like(track_seqlens)",
+            "prefix_lens = torch.ones_like(track_seqlens)",
+        ),
+    ),
 )
+
+CONTROLS = (mutant("unchanged backend.py", BACKEND), mutant("unchanged windows.py", WINDOWS))
+"""Built as the mutants are, with nothing wrong in them: all green, or the table means nothing."""
 
 MUTANTS = (*REJECTED_DESIGNS, *ONE_LINERS)
 
@@ -148,7 +248,7 @@ def build(wrong: Mutant, host: type) -> type:
 class _Recorder:
     """Hands ``subject`` a class, and keeps which tests it turned red."""
 
-    def __init__(self, subject: type | None):
+    def __init__(self, subject: type):
         self.subject = subject
         self.red: dict[str, bool] = {}
 
@@ -160,36 +260,25 @@ class _Recorder:
         self.red[name] = self.red.get(name, False) or report.failed
 
 
-def run(subject: type | None, report: Callable[[str], None]) -> dict[str, bool]:
+def run(subject: type) -> dict[str, bool]:
     """``{test: whether it is red}`` with ``subject`` in the place of the grafted class."""
     recorder = _Recorder(subject)
+    options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options.append("--hypothesis-profile=mutants")
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(
-            ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE)], plugins=[recorder]
-        )
+        code = pytest.main([*options, str(HERE)], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        report(output.getvalue())
-        raise SystemExit(f"pytest did not run: {code!r}")
+        raise SystemExit(f"pytest did not run ({code!r}):\n{output.getvalue()}")
     return recorder.red
 
 
-def main() -> None:
-    from sglang.srt.plugins import load_plugins
-
+def results() -> dict[str, dict[str, bool]]:
+    """``{control or mutant: {test: whether it is red}}``; run where SGLang is the crashing fork."""
     from inkling_sconv import plugin, probe
+    from sglang.srt.plugins import load_plugins
 
     load_plugins()
     grafted = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))[0]
-    host = type(
-        "Host",
-        (grafted,),
-        {name: inspect.unwrap(vars(grafted)[name]) for name in (probe.ALLOC, probe.REFRESH)},
-    )
-    results = {}
-    for wrong in MUTANTS:
-        results[wrong.name] = run(build(wrong, host), sys.stderr.write)
-    Path(sys.argv[1]).write_text(json.dumps({"right": run(None, sys.stderr.write), **results}))
-
-
-if __name__ == "__main__":
-    main()
+    bare = {name: inspect.unwrap(vars(grafted)[name]) for name in (probe.ALLOC, probe.REFRESH)}
+    host = type("Host", (grafted,), bare)
+    return {m.name: run(build(m, host)) for m in (*CONTROLS, *MUTANTS)}

@@ -7,78 +7,40 @@ from __future__ import annotations
 
 import pytest
 import torch
+from formula import INTEGERS, Case, expected, live_batches
 from hypothesis import given
-from hypothesis import strategies as st
+from inkling_sconv.probe import Rig
 
 GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
-INTEGERS = (torch.int32, torch.int64)
 TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens")
 
 
-def expected(query_start_loc, seqlens, prefix_lens, *, rows, chunk, window):
-    """The contract's formula in Python integers: what the code under test shares nothing with."""
-    tokens = query_start_loc[-1]
-    live = min(rows, len(seqlens), len(prefix_lens))
-    table = [[0] * window for _ in range(rows)]
-    for r in range(live):
-        aligned = (seqlens[r] - prefix_lens[r]) // chunk * chunk
-        for w in range(window):
-            index = query_start_loc[r] + aligned - window + w
-            table[r][w] = min(max(index, 0), max(tokens - 1, 0))
-    return table
-
-
-@st.composite
-def live_batches(draw):
-    """Rows, tracking and prefix lengths of a live batch; masked rows hold any length at all."""
-    rows = draw(st.integers(1, 8))
-    lengths = draw(st.lists(st.integers(0, 300), min_size=rows, max_size=rows))
-    query_start_loc = [sum(lengths[:r]) for r in range(rows + 1)]
-    live = draw(st.integers(0, rows))
-    number = st.integers(0, 5000)
-    return {
-        "rows": rows,
-        "query_start_loc": query_start_loc,
-        "mask": draw(st.lists(st.booleans(), min_size=rows, max_size=rows)),
-        "track_seqlens": draw(st.lists(number, min_size=live, max_size=rows)),
-        "prefix_lens": draw(st.lists(number, min_size=live, max_size=rows)),
-        "dtypes": draw(st.tuples(st.sampled_from(INTEGERS), st.sampled_from(INTEGERS))),
-        "window": draw(st.integers(1, 4)),
-        "chunk_size": draw(st.sampled_from((1, 64, 128))),
-        "mode": draw(st.sampled_from(GRAPH_MODES)),
-        "on_graph_path": draw(st.booleans()),
-    }
-
-
+@pytest.mark.parametrize("on_graph_path", (False, True))
+@pytest.mark.parametrize("mode", GRAPH_MODES)
 @given(case=live_batches())
-def test_the_window_is_the_formula(subject, case):
-    from inkling_sconv.probe import Rig
-
-    rig = Rig(subject, window=case["window"], chunk_size=case["chunk_size"])
-    fields = {k: case[k] for k in ("mask", "track_seqlens", "prefix_lens", "dtypes")}
-    batch = rig.batch(case["mode"], case["rows"], **fields)
+def test_the_window_is_the_formula(subject, mode, on_graph_path, case):
+    rig = Rig(subject, window=case.window, chunk_size=case.chunk_size)
+    batch = rig.batch(
+        mode,
+        case.rows,
+        mask=[True] * case.rows,
+        track_seqlens=case.track_seqlens,
+        prefix_lens=case.prefix_lens,
+        dtypes=case.dtypes,
+    )
     # A static buffer is never clean when a step begins.
     rig.backend._graph_track_conv_indices.fill_(-7)
-    got = rig.refresh(batch, case["query_start_loc"], on_graph_path=case["on_graph_path"])
+    got = rig.refresh(batch, case.query_start_loc, on_graph_path=on_graph_path)
     assert got.dtype == torch.int64 and got.is_contiguous()
-    assert got.tolist() == expected(
-        case["query_start_loc"],
-        case["track_seqlens"],
-        case["prefix_lens"],
-        rows=case["rows"],
-        chunk=case["chunk_size"],
-        window=case["window"],
-    )
-    assert torch.equal(got, rig.reference(batch))
+    assert got.tolist() == expected(case)
 
 
 def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
     rig = make_rig()
     batch = rig.batch("EXTEND", 2, prefix_lens=[0, 0])
-    rig.refresh(rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0]), [0, 64],
-                on_graph_path=False)
-    rig.backend.sconv_metadata.track_conv_indices = "stale"
-    assert rig.refresh(batch, [0, 4, 8], on_graph_path=False) is None
+    rig.backend.sconv_metadata.track_conv_indices = "of the step before"
+    rig.backend._refresh_track_conv_indices(batch, False)
+    assert rig.backend.sconv_metadata.track_conv_indices is None
     assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
 
 
@@ -119,8 +81,9 @@ def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
 @pytest.mark.parametrize("seqlens_dtype", INTEGERS)
 def test_rule_4_a_live_batch_without_prefix_lengths_is_refused(make_rig, seqlens_dtype):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64],
-                      dtypes=(seqlens_dtype, torch.int32))
+    batch = rig.batch(
+        "EXTEND", 1, mask=[True], track_seqlens=[64], dtypes=(seqlens_dtype, torch.int32)
+    )
     with pytest.raises(RuntimeError, match=r"extend_prefix_lens.*EXTEND.*init_new"):
         rig.refresh(batch, [0, 64], on_graph_path=False)
     assert rig.backend.sconv_metadata.track_conv_indices is None
@@ -130,8 +93,9 @@ def test_rule_5_the_graph_path_writes_one_buffer(make_rig):
     rig = make_rig()
     buffer = rig.backend._graph_track_conv_indices
     for rows in (2, 8, 1):
-        batch = rig.batch("EXTEND", rows, mask=[True] * rows, track_seqlens=[64] * rows,
-                          prefix_lens=[0] * rows)
+        batch = rig.batch(
+            "EXTEND", rows, mask=[True] * rows, track_seqlens=[64] * rows, prefix_lens=[0] * rows
+        )
         got = rig.refresh(batch, [64 * r for r in range(rows + 1)], on_graph_path=True)
         assert got.data_ptr() == buffer.data_ptr() and got.stride() == (3, 1)
     assert rig.backend._graph_track_conv_indices is buffer
@@ -196,8 +160,7 @@ def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mo
     for rows in range(max_rows, 0, -1):
         batch = steps[0].batch(mode, rows)
         query_start_loc = [width * r for r in range(rows + 1)]
-        zeros = [0] * rows
-        want = expected(query_start_loc, zeros, zeros, rows=rows, chunk=64, window=3)
+        want = expected(Case(rows, query_start_loc, [0] * rows, [0] * rows))
         for _ in ("warm-up", "capture"):
             for rig in steps:
                 rig.backend._graph_track_conv_indices.fill_(-7)
@@ -232,12 +195,12 @@ def test_rule_9_the_host_s_own_inert_mask_is_inert(make_rig):
 
 
 def test_rule_9_an_address_that_was_freed_is_not_inert(make_rig):
-    from inkling_sconv.backend import InertTracking
-
     rig = make_rig()
-    mask = rig.backend._inkling_sconv_inert.mask
-    del rig.backend._inkling_sconv_inert
-    assert not InertTracking.owns(mask)
+    inert = rig.backend._inkling_sconv_inert
+    owns, mask = type(inert).owns, inert.mask
+    assert owns(mask)
+    del rig, inert
+    assert not owns(mask)
 
 
 @pytest.mark.parametrize("on_graph_path", (False, True))
@@ -255,16 +218,20 @@ def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
         rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
 
 
-@pytest.mark.parametrize(("seqlens", "prefix", "want"), (
-    (0, 1, [61, 62, 63]),  # one token short of the prefix: floor goes a whole chunk back
-    (64, 64, [125, 126, 127]),
-    (127, 64, [125, 126, 127]),
-    (128, 64, [189, 190, 191]),
-))
+@pytest.mark.parametrize(
+    ("seqlens", "prefix", "want"),
+    (
+        (0, 1, [61, 62, 63]),  # one token short of the prefix: floor goes a whole chunk back
+        (64, 64, [125, 126, 127]),
+        (127, 64, [125, 126, 127]),
+        (128, 64, [189, 190, 191]),
+    ),
+)
 def test_negative_and_partial_chunks_round_down(make_rig, seqlens, prefix, want):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, seqlens],
-                      prefix_lens=[0, prefix])
+    batch = rig.batch(
+        "EXTEND", 2, mask=[True, True], track_seqlens=[64, seqlens], prefix_lens=[0, prefix]
+    )
     got = rig.refresh(batch, [0, 128, 300], on_graph_path=True)
     assert got[1].tolist() == want
 

@@ -1,0 +1,33 @@
+# Everything runs in .venv, beside a real SGLang. A second run of a target sets nothing up again.
+PYTHON ?= python3
+SGLANG ?= sglang==0.5.23
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test lint format releases
+
+demo: releases ## what each release's draft-extend capture does, without us and with us
+	@$(BIN)/python test/demo.py
+
+test: lint releases ## every test that needs no GPU
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+releases: $(VENV)/ready
+	@$(BIN)/python test/releases.py
+
+$(VENV)/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed; set PYTHON=...") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing $(SGLANG) and the test tools into $(VENV): 11 GB, about 3 minutes the first time."
+	$(BIN)/python -m pip install --progress-bar on "$(SGLANG)" -e '.[test]'
+	touch $@

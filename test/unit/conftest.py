@@ -1,0 +1,99 @@
+"""Running things inside one SGLang tree, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import releases
+
+TEST = Path(__file__).resolve().parent.parent
+
+
+class Tree:
+    """A process of ``test/drive.py`` in one tree of ``releases.TREES``."""
+
+    def __init__(self, name: str, folder: Path):
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(TEST / "drive.py")],
+            env=releases.environment(
+                releases.tree(name, folder / "tree"), name, SGLANG_PLUGINS="inkling_sconv"
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+
+    def play(self, scenario: str, mode: str | None, file: Path | None) -> dict[str, Any]:
+        environment = {} if mode is None else {"INKLING_SCONV": mode}
+        job = {"scenario": scenario, "environment": environment, "file": file and str(file)}
+        try:
+            print(json.dumps(job), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        result = json.loads(answer or '{"error": "test/drive.py died"}')
+        if "error" in result:
+            self.log.seek(0)
+            pytest.fail(f"{result['error']}\n{self.log.read()[-4000:]}", pytrace=False)
+        return result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Tree]]:
+    """Trees by name, each started when it is first asked for."""
+    started: dict[str, Tree] = {}
+
+    def get(name: str) -> Tree:
+        if name not in started:
+            started[name] = Tree(name, tmp_path_factory.mktemp("tree"))
+        return started[name]
+
+    yield get
+    for tree in started.values():
+        tree.close()
+
+
+@pytest.fixture
+def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text."""
+
+    def _drive(
+        name: str, scenario: str, mode: str | None = None, text: str | None = None
+    ) -> dict[str, Any]:
+        if text is not None:
+            (tmp_path / releases.BACKEND.name).write_text(text)
+        return trees(name).play(scenario, mode, None if text is None else tmp_path)
+
+    return _drive
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One xdist worker for all tests of a tree, so that SGLang is imported once for them."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        name = callspec.params.get("tree") if callspec else None
+        if name is None and "drive" in getattr(item, "fixturenames", ()):
+            name = releases.CRASHING
+        if name is not None:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show the tables that tests attach to their reports, also from xdist workers."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line("")
+                terminalreporter.write_line(text)

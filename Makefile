@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint format releases
+.PHONY: demo test lint format releases picture
 
 demo: releases ## what each release's draft-extend capture does, without us and with us
 	@$(BIN)/python test/demo.py
@@ -21,6 +21,9 @@ lint: $(VENV)/ready
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+picture: $(VENV)/ready ## docs/batch.svg
+	$(BIN)/python docs/draw_batch.py
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

@@ -64,7 +64,9 @@ def backend_text(source: str) -> str:
     remover = _GuardRemover()
     crashing = guarded.visit(remover)
     assert remover.removed == 1, f"{remover.removed} guards found in 0.5.18"
-    return crashing.code
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
+    command = [ruff, "format", "--isolated", "-"]
+    return subprocess.check_output(command, input=crashing.code, text=True)
 
 
 def tree(name: str, out: Path) -> Path:
@@ -87,22 +89,31 @@ def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
 
 
 class _GuardRemover(cst.CSTTransformer):
-    """Takes out ``if X is None and Y: X = ...zeros_like(...)``."""
+    """Undoes #35042: the guard, the local that it guards, and the uses of that local."""
 
     def __init__(self) -> None:
         super().__init__()
         self.removed = 0
+        self.field: cst.BaseExpression | None = None
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If):  # noqa: N802
-        condition = m.BooleanOperation(
-            left=m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]),
-            operator=m.And(),
-            right=m.Name("on_graph_path"),
-        )
-        if not m.matches(original_node.test, condition):
+        none = m.Comparison(m.Name("prefix_lens"), [m.ComparisonTarget(m.Is(), m.Name("None"))])
+        guard = m.BooleanOperation(none, m.And(), m.Name("on_graph_path"))
+        if not m.matches(original_node.test, guard):
             return updated_node
         self.removed += 1
         return cst.RemoveFromParent()
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign):  # noqa: N802
+        field = m.Attribute(attr=m.Name("extend_prefix_lens"))
+        if not m.matches(original_node, m.Assign([m.AssignTarget(m.Name("prefix_lens"))], field)):
+            return updated_node
+        self.field = original_node.value
+        return cst.RemoveFromParent()
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name):  # noqa: N802
+        uses = self.field is not None and original_node.value == "prefix_lens"
+        return self.field.deep_clone() if uses else updated_node
 
 
 def _unpacked(requirement: str) -> Path:

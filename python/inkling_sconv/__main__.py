@@ -58,5 +58,17 @@ def _unreachable() -> str | None:
     return None
 
 
+def command() -> None:
+    """``inkling-sconv``, or the line that says what it needs."""
+    try:
+        from inkling_sconv.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("libcst", "rich", "typer"):
+            raise
+        needed = "pip install 'sglang-inkling-sconv[cli]'"
+        sys.exit(f"inkling-sconv: {error.name} is not installed; {needed}")
+    app()
+
+
 if __name__ == "__main__":
     sys.exit(main())

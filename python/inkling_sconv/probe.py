@@ -21,7 +21,7 @@ from inkling_sconv.windows import track_conv_indices
 REFRESH = "_refresh_track_conv_indices"
 ALLOC = "_alloc_graph_buffers"
 
-_CONFIG_MODULES = ("sglang.srt.runtime_context", "sglang.srt.server_args")
+CONFIG_MODULES = ("sglang.srt.runtime_context", "sglang.srt.server_args")
 _UNSET = object()
 
 
@@ -75,7 +75,7 @@ def _blank_config(cls: type) -> Iterator[None]:
         if ALLOC in vars(base):
             names = inspect.unwrap(vars(base)[ALLOC]).__globals__
             for name, value in names.items():
-                if inspect.isfunction(value) and value.__module__ in _CONFIG_MODULES:
+                if inspect.isfunction(value) and value.__module__ in CONFIG_MODULES:
                     saved.append((names, name, value))
     for names, name, _ in saved:
         names[name] = _Blank

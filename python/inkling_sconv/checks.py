@@ -1,0 +1,368 @@
+"""The contract as questions that any tree can be asked, on CPU tensors.
+
+``python -m inkling_sconv.checks`` asks the SGLang that this process imports, and prints JSON;
+``doctor`` runs it in a process per tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import json
+import random
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from inkling_sconv import plugin, probe
+from inkling_sconv.probe import Rig
+
+RUNNER_MODULE = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
+
+
+class Verdict(str, enum.Enum):
+    """What a check says of a tree."""
+
+    HOLDS = "holds"
+    LIMIT = "limit"
+    """Known, and harmless to what the server answers."""
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check's answer: what was asked, which upstream change it belongs to, what was seen."""
+
+    asked: str
+    change: str
+    verdict: Verdict
+    seen: str
+
+
+class _BrokenError(Exception):
+    """What was seen is not what the contract asks for."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    asked: str
+    change: str
+    run: Callable[[type], str]
+    otherwise: Verdict
+
+
+_CHECKS: list[_Check] = []
+
+
+def _check(
+    asked: str, change: str, otherwise: Verdict = Verdict.BROKEN
+) -> Callable[[Callable[[type], str]], Callable[[type], str]]:
+    def add(run: Callable[[type], str]) -> Callable[[type], str]:
+        _CHECKS.append(_Check(asked, change, run, otherwise))
+        return run
+
+    return add
+
+
+def rows(backend: type) -> Iterator[Row]:
+    """Ask ``backend`` everything. A check that raises is broken; what is seen is the exception."""
+    for check in _CHECKS:
+        try:
+            seen, verdict = check.run(backend), Verdict.HOLDS
+        except _BrokenError as error:
+            seen, verdict = str(error), check.otherwise
+        except Exception as error:
+            seen, verdict = f"{type(error).__name__}: {error}", Verdict.BROKEN
+        yield Row(check.asked, check.change, verdict, " ".join(seen.split()))
+
+
+def _require(condition: Any, seen: str) -> None:
+    if not condition:
+        raise _BrokenError(seen)
+
+
+def _capture(rig: Rig, mode: str, requests: int = 3) -> tuple[Any, torch.Tensor | None]:
+    batch = rig.batch(mode, requests)
+    indices = rig.refresh(batch, [4 * r for r in range(requests + 1)], on_graph_path=True)
+    return batch, indices
+
+
+@_check("draft-extend captures without prefix lengths", "#35042")
+def _draft_extend_starts(backend: type) -> str:
+    _, indices = _capture(Rig(backend), "DRAFT_EXTEND_V2")
+    return "no indices" if indices is None else "inert indices"
+
+
+@_check("prefill captures without track metadata", "#34043, #35042")
+def _prefill_starts(backend: type) -> str:
+    _, indices = _capture(Rig(backend), "EXTEND")
+    return "no indices" if indices is None else "inert indices"
+
+
+@_check("warm-up and capture on one batch agree", "#35042")
+def _second_call(backend: type) -> str:
+    for mode in GRAPH_MODES:
+        rig = Rig(backend)
+        batch, first = _capture(rig, mode)
+        first = None if first is None else first.clone()
+        second = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+        same = first is second or (
+            first is not None and second is not None and torch.equal(first, second)
+        )
+        _require(same, f"{mode}: {first} then {second}")
+    return "same indices twice, both modes"
+
+
+@_check("a prefill capture records the checkpoint scatter", "#34043")
+def _scatter_recorded(backend: type) -> str:
+    batch, indices = _capture(Rig(backend), "EXTEND")
+    _require(indices is not None, "no indices: the scatter drops out of the graph")
+    mask = batch.mamba_track_mask
+    _require(mask is not None and not mask.any(), f"its mask is not inert: {mask}")
+    _require(not batch.mamba_track_indices.any(), "its rows point at live slots")
+    return "indices there, every row masked off"
+
+
+@_check("a live batch without prefix lengths is refused", "#33023")
+def _live_refused(backend: type) -> str:
+    rig = Rig(backend)
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    try:
+        indices = rig.refresh(batch, [0, 64], on_graph_path=False)
+    except Exception as error:
+        return f"raises {type(error).__name__}"
+    raise _BrokenError(f"passes, with a made-up prefix: {indices}")
+
+
+def _random_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
+    draw = random.Random(0)
+    for _ in range(count):
+        requests = draw.randint(1, 8)
+        live = draw.randint(0, requests)
+        starts = [0]
+        for _ in range(requests):
+            starts.append(starts[-1] + draw.randint(1, 300))
+        batch = rig.batch(
+            "EXTEND",
+            requests,
+            mask=[draw.random() < 0.5 for _ in range(requests)],
+            track_seqlens=[draw.randint(0, 2000) for _ in range(live)],
+            prefix_lens=[draw.randint(0, 2000) for _ in range(draw.randint(live, requests))],
+            dtypes=(
+                draw.choice((torch.int32, torch.int64)),
+                draw.choice((torch.int32, torch.int64)),
+            ),
+        )
+        yield batch, starts
+
+
+@_check("the window is the reference's on random live batches", "#33023")
+def _window(backend: type) -> str:
+    rig = Rig(backend)
+    for number, (batch, starts) in enumerate(_random_batches(rig, 100)):
+        for on_graph_path in (False, True):
+            got = rig.refresh(batch, starts, on_graph_path=on_graph_path)
+            _require(got is not None, f"batch {number}: no indices")
+            assert got is not None
+            want = rig.reference(batch)
+            _require(torch.equal(got, want), f"batch {number}: {got.tolist()} not {want.tolist()}")
+    return "200 of 200 equal, eager and on the graph path"
+
+
+@_check("every index is a row of the token buffer", "#33023")
+def _in_bounds(backend: type) -> str:
+    rig = Rig(backend)
+    low, high = 0, -1
+    for batch, starts in _random_batches(rig, 100):
+        got = rig.refresh(batch, starts, on_graph_path=True)
+        if got is None:
+            raise _BrokenError("no indices")
+        low = min(low, int(got.min()))
+        high = max(high, int(got.max()) - starts[-1])
+        _require(low >= 0 and high < 0, f"{got.tolist()} in a buffer of {starts[-1]} tokens")
+    return "100 of 100 batches in bounds"
+
+
+@_check("padded rows are zero, not the last step's", "#33023")
+def _padded_tail(backend: type) -> str:
+    rig = Rig(backend)
+    full = {"mask": [True] * 4, "track_seqlens": [64] * 4, "prefix_lens": [0] * 4}
+    starts = [0, 64, 128, 192, 256]
+    rig.refresh(rig.batch("EXTEND", 4, **full), starts, on_graph_path=True)  # type: ignore[arg-type]
+    short = {"mask": [True] * 4, "track_seqlens": [64], "prefix_lens": [0]}
+    got = rig.refresh(rig.batch("EXTEND", 4, **short), starts, on_graph_path=True)  # type: ignore[arg-type]
+    _require(got is not None and not got[1:].any(), f"rows past the live one: {got}")
+    return "3 of 3 padded rows zero"
+
+
+@_check("graphs find the indices at one address", "#33023")
+def _address(backend: type) -> str:
+    rig = Rig(backend)
+    found = set()
+    for requests in (2, 8, 1):
+        live = [64] * requests
+        batch = rig.batch(
+            "EXTEND",
+            requests,
+            mask=[True] * requests,
+            track_seqlens=live,
+            prefix_lens=[0] * requests,
+        )
+        got = rig.refresh(batch, [64 * r for r in range(requests + 1)], on_graph_path=True)
+        _require(got is not None, "no indices")
+        assert got is not None
+        found.add(got.data_ptr())
+    _require(len(found) == 1, f"{len(found)} addresses for 3 sizes")
+    return "1 address for 3 sizes"
+
+
+@_check("nothing is read on the host", "#33023")
+def _no_sync(backend: type) -> str:
+    rig = Rig(backend, device="meta")
+    batch = rig.batch("EXTEND", 3, mask=[True] * 3, track_seqlens=[64] * 2, prefix_lens=[0] * 3)
+    for on_graph_path in (False, True):
+        rig.refresh(batch, [0, 64, 128, 192], on_graph_path=on_graph_path)
+    return "runs on meta tensors, where a read raises"
+
+
+@_check("draft-extend leaves mamba_track_indices alone", "0.5.22", Verdict.LIMIT)
+def _draft_extend_exempt(backend: type) -> str:
+    batch, _ = _capture(Rig(backend), "DRAFT_EXTEND_V2")
+    _require(
+        batch.mamba_track_indices is None,
+        "points it at slot 0: draft tracking into the dummy slot, and draft checkpoints not kept",
+    )
+    return "left None"
+
+
+@_check("no prefix is made up for rows that may be tracked", "ours, rule 9", Verdict.LIMIT)
+def _refuses_unmasked(backend: type) -> str:
+    rig = Rig(backend)
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    try:
+        rig.refresh(batch, [0, 64], on_graph_path=True)
+    except Exception as error:
+        return f"raises {type(error).__name__}"
+    raise _BrokenError("a live mask on the graph path gets zeros; no known runner sends one")
+
+
+@_check("a step with no tokens gives index 0", "ours, rule 10", Verdict.LIMIT)
+def _no_tokens(backend: type) -> str:
+    rig = Rig(backend)
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    got = rig.refresh(batch, [0, 0], on_graph_path=True)
+    _require(got is not None and not got.any(), f"{got if got is None else got.tolist()}")
+    return "0"
+
+
+@_check("prefill graphs track under speculation", "#34043")
+def _tracks_under_speculation(backend: type) -> str:
+    runner = _prefill_runner()
+    decide = getattr(runner, "_is_mamba_track_enabled", None)
+    _require(decide is not None, "the prefill runner does not say")
+    assert decide is not None
+    with_one, without = (
+        _run_blank(decide, SimpleNamespace(model_runner=_Set(spec_algorithm=_Set(is_none=spec))))
+        for spec in (False, True)
+    )
+    _require(without, "the prefill runner never tracks")
+    _require(with_one, "the prefill runner leaves tracking out when a speculative algorithm is on")
+    return "the prefill runner tracks with and without"
+
+
+@_check("no stale track row is left past the live batch", "#34184")
+def _stale_rows(backend: type) -> str:
+    names = _zeroed_names(_prefill_runner())
+    missing = {"mamba_track_mask"} - names
+    _require(not missing, "load_batch does not clear mamba_track_mask past the live rows (source)")
+    return "load_batch clears mamba_track_mask past the live rows (source)"
+
+
+def _prefill_runner() -> Any:
+    return importlib.import_module(RUNNER_MODULE).PrefillCudaGraphRunner
+
+
+class _Set:
+    """A configuration in which everything is on, but what is given and what disables something."""
+
+    def __init__(self, **given: Any):
+        self.given = given
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.given:
+            value = self.given[name]
+            return (lambda: value) if isinstance(value, bool) else value
+        return False if name.startswith("disable") else _Set()
+
+    def __call__(self) -> bool:
+        return True
+
+
+def _run_blank(function: Any, host: Any) -> bool:
+    """``function(host)`` with every configuration of its module on."""
+    names = {
+        name: (lambda: _Set())
+        if getattr(value, "__module__", "") in probe.CONFIG_MODULES
+        else value
+        for name, value in function.__globals__.items()
+    }
+    return bool(FunctionType(function.__code__, names)(host))
+
+
+def _zeroed_names(runner: Any) -> set[str]:
+    """Names of the buffers whose rows ``load_batch`` zeroes by name, from its syntax tree."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(runner.load_batch)))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        zeroes = any(
+            isinstance(inner, ast.Call)
+            and isinstance(inner.func, ast.Attribute)
+            and inner.func.attr in ("zero_", "fill_")
+            and isinstance(inner.func.value, ast.Subscript)
+            for inner in ast.walk(node)
+        )
+        if isinstance(node, ast.For | ast.Expr) and zeroes:
+            found |= {
+                inner.value
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Constant) and isinstance(inner.value, str)
+            }
+    return found
+
+
+def main() -> None:
+    """Print what is found as one JSON object on the last line of standard output.
+
+    With the argument ``--plugins``, SGLang's plugins are loaded first: what a server would run.
+    """
+    bare, now = None, None
+    if "--plugins" in sys.argv[1:]:
+        module = importlib.import_module(plugin.BACKEND_MODULE)
+        found = probe.find_backends(module)
+        bare = [probe.classify(backend).state.value for backend in found]
+        importlib.import_module("sglang.srt.plugins").load_plugins()
+    module = importlib.import_module(plugin.BACKEND_MODULE)
+    result: dict[str, Any] = {"bare": bare, "backends": []}
+    for backend in probe.find_backends(module):
+        now = probe.classify(backend)
+        result["backends"].append(
+            {
+                "name": backend.__qualname__,
+                "state": now.state.value,
+                "why": now.why,
+                "rows": [asdict(row) for row in rows(backend)],
+            }
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""``inkling-sconv``: what a tree does, and the edit that cures it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from inkling_sconv import __version__, plugin, source
+from inkling_sconv.git import GitError
+from inkling_sconv.source import RefusedError, Shape
+from inkling_sconv.tree import REFRESH, Tree, TreeError, opened
+
+HEALTHY, NEEDS_THE_FIX, COULD_NOT_TELL = 0, 1, 2
+STYLES = {"holds": "green", "limit": "yellow", "broken": "red"}
+
+app = typer.Typer(
+    help="Inkling's conv-state tracking under CUDA graphs: look at an SGLang tree, and cure it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+Argument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="TREE",
+        help="A checkout, a folder with sglang in it, or a wheel. Default: the installed SGLang.",
+        show_default=False,
+    ),
+]
+InertFill = Annotated[
+    bool, typer.Option("--inert-fill", help="On an untracked tree: add the inert track fields too.")
+]
+
+
+# ----------------------------------------------------------------------------------- doctor
+
+
+@app.command()
+def doctor(
+    path: Argument = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Judge from the syntax tree alone; import nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask a tree for the whole contract, on CPU tensors.
+
+    Exit 0: healthy; 1: needs the fix; 2: could not tell. Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
+    """
+    with _errors(), opened(path) as tree:
+        report = _static(tree) if static else _examine(tree, installed=path is None)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+    raise typer.Exit(report["exit"])
+
+
+def _static(tree: Tree) -> dict[str, Any]:
+    found = source.shape(tree.backend.read_bytes())
+    codes = {Shape.GUARDED: HEALTHY, Shape.EXEMPT: HEALTHY, Shape.ABSENT: COULD_NOT_TELL}
+    return {
+        "tree": str(tree.root),
+        "how": "from the syntax tree alone; nothing was run",
+        "state": found.value,
+        "exit": codes.get(found, NEEDS_THE_FIX),
+        "rows": [],
+    }
+
+
+def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
+    """Run ``inkling_sconv.checks`` beside ``tree`` in a process of its own."""
+    report: dict[str, Any] = {"tree": str(tree.root), "rows": [], "exit": COULD_NOT_TELL}
+    ours = Path(__file__).resolve().parent.parent
+    paths = [str(tree.root), str(ours), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "inkling_sconv.checks"]
+    if installed:
+        command.append("--plugins")
+        report["plugin"] = _plugin_state()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it died without a word"]
+        report |= {"state": "unknown", "why": lines[-1]}
+        return report
+    answer = json.loads(done.stdout.splitlines()[-1])
+    report["how"] = "driven on CPU tensors" + (", SGLang's plugins loaded" if installed else "")
+    if not answer["backends"]:
+        return report | {"state": "absent", "why": f"no class defines {REFRESH}"}
+    # A subclass without an override is not listed: what it does is what its base does.
+    worst = max(answer["backends"], key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
+    broken = any(row["verdict"] == "broken" for row in worst["rows"])
+    if answer["bare"] and answer["bare"][0] != worst["state"]:
+        report["bare"] = answer["bare"][0]
+    return report | {
+        "backend": worst["name"],
+        "state": worst["state"],
+        "rows": worst["rows"],
+        "exit": NEEDS_THE_FIX if broken else HEALTHY,
+    }
+
+
+def _plugin_state() -> str:
+    """What keeps our plugin out of a server of this Python, or that nothing does."""
+    names = {n.strip() for n in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    if plugin.PLUGIN not in {e.name for e in entry_points(group="sglang.srt.plugins")}:
+        return "its entry point is missing: pip install sglang-inkling-sconv"
+    if names and plugin.PLUGIN not in names:
+        return f"kept out by SGLANG_PLUGINS; add {plugin.PLUGIN} to it"
+    return f"loaded by servers, {plugin.VARIABLE}={os.environ.get(plugin.VARIABLE) or 'auto'}"
+
+
+def _next(report: dict[str, Any]) -> str:
+    state, tree = report["state"], report["tree"]
+    if report["exit"] == COULD_NOT_TELL and "No module named" in report.get("why", ""):
+        module = report["why"].split("'")[1].split(".")[0]
+        return f"pip install {module}, or judge without it: inkling-sconv doctor --static {tree}"
+    if report["exit"] == COULD_NOT_TELL:
+        return f"inkling-sconv doctor --static {tree}"
+    if report["exit"] == HEALTHY:
+        return "nothing: it starts and is safe"
+    if state == "crashing":
+        return f"inkling-sconv apply --diff {tree}"
+    if state == "untracked":
+        return (
+            "SGLang 0.5.18 or newer; apply --inert-fill brings the method's half, not the runner's"
+        )
+    return "read the broken rows: apply knows no edit for them"
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console()
+    if report["rows"]:
+        table = Table(title=f"{report['backend']} in {report['tree']}")
+        for heading in ("", "asked", "upstream", "seen"):
+            table.add_column(heading, overflow="fold")
+        for row in report["rows"]:
+            verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
+            table.add_row(verdict, row["asked"], row["change"], Text(row["seen"]))
+        console.print(table)
+        limits = sum(row["verdict"] == "limit" for row in report["rows"])
+        if limits and report["exit"] == HEALTHY:
+            print(f"{limits} limits: known, and harmless to what the server answers")
+    if "plugin" in report:
+        print(f"plugin: {report['plugin']}")
+    why = f" ({report['why']})" if "why" in report else ""
+    bare = f", {report['bare']} without plugins" if "bare" in report else ""
+    how = f", {report['how']}" if "how" in report else ""
+    print(f"state: {report['state']}{why}{bare}{how}")
+    print(f"next: {_next(report)}")
+
+
+# ------------------------------------------------------------------- apply, export, revert
+
+
+@app.command()
+def apply(
+    path: Argument = None,
+    inert_fill: InertFill = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 if it would.")
+    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Change nothing; print the edit.")] = False,
+) -> None:
+    """Put the guard into the tree's own file, then run doctor; what does not heal is put back."""
+    from inkling_sconv.replace import replace, restore
+
+    with _errors():
+        tree = _editable(path)
+        file = tree.backend
+        before = file.read_bytes()
+        after = _edited(file, before, inert_fill)
+        if after == before:
+            print(f"{file}: nothing to do; the guard is there")
+            return
+        if diff:
+            sys.stdout.write(_diff(file, before, after))
+        if check or diff:
+            if check:
+                print(f"{file}: would be rewritten")
+            raise typer.Exit(NEEDS_THE_FIX if check else 0)
+        replace(file, before, after)
+        print(f"{file}: written; checking it ...", flush=True)
+        report = _examine(tree, installed=False)
+        if report["state"] not in ("guarded", "exempt"):
+            restore(file)
+            seen = report.get("why") or "; ".join(
+                row["seen"] for row in report["rows"] if row["verdict"] == "broken"
+            )
+            _fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
+        print(f"state: {report['state']}")
+        print(f"next: git diff; commit it, or: inkling-sconv export {tree.root}; undo: revert")
+
+
+@app.command()
+def export(
+    path: Argument = None,
+    inert_fill: InertFill = False,
+    branch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Make a branch with the commit instead.")
+    ] = None,
+    base: Annotated[
+        str, typer.Option(metavar="COMMIT", help="With --branch: what the commit is made on.")
+    ] = "HEAD",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the patch.")
+    ] = None,
+) -> None:
+    """Print the edit as a patch that ``git am`` takes. The tree is not touched."""
+    from inkling_sconv import patch
+    from inkling_sconv.replace import write
+
+    with _errors():
+        tree = _editable(path)
+        file = tree.backend
+
+        def edit(before: bytes) -> bytes:
+            return _edited(file, before, inert_fill)
+
+        if branch is not None:
+            made = patch.branch(file, edit, branch, base)
+            if made is None:
+                _fail(f"{base}: nothing to export; the guard is there", code=0)
+            print(f"branch {branch}: {made}")
+            print(f"next: git cherry-pick {made[:12]}, on any branch that crashes")
+            return
+        if patch.uncommitted(file):
+            _say(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
+        text = patch.mailbox(file, edit, _name_in_repository(tree, file))
+        if text is None:
+            _fail(f"{file}: nothing to export; the guard is there", code=0)
+        if output is None:
+            sys.stdout.buffer.write(text)
+            return
+        write(output, text)
+        keep = " --keep-cr" if b"\r\n" in text else ""
+        print(f"{output}: written\nnext: git am{keep} {output}")
+
+
+@app.command()
+def revert(path: Argument = None) -> None:
+    """Put back, byte for byte, what apply found."""
+    from inkling_sconv.replace import restore
+
+    with _errors():
+        file = _editable(path).backend
+        if restore(file):
+            print(f"{file}: as it was before apply")
+        else:
+            print(f"{file}: was back already")
+
+
+def _editable(path: Path | None) -> Tree:
+    if path is not None and path.suffix == ".whl":
+        raise TreeError(f"{path}: a wheel is not edited; unpack it, and name the folder")
+    with opened(path) as tree:
+        return tree
+
+
+def _edited(file: Path, before: bytes, inert_fill: bool) -> bytes:
+    try:
+        return source.fix(before, inert_fill=inert_fill, format_as=file).text
+    except RefusedError as error:
+        raise RefusedError(f"{file}: {error}; not touched. {source.by_hand(before)}") from None
+
+
+def _name_in_repository(tree: Tree, file: Path) -> Path:
+    """What a checkout of SGLang calls the file."""
+    return Path("python") / file.relative_to(tree.root)
+
+
+def _diff(file: Path, before: bytes, after: bytes) -> str:
+    old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
+    return "".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}"))
+
+
+# ----------------------------------------------------------------------------------- errors
+
+
+class _errors:  # noqa: N801
+    """Every error that is the user's to mend becomes one line on stderr and exit 2."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from inkling_sconv.replace import ReplaceError
+
+        if isinstance(error, TreeError | RefusedError | GitError | ReplaceError):
+            _fail(str(error))
+        if isinstance(error, OSError):
+            _fail(f"{error.filename}: {error.strerror}")
+
+
+def _say(message: str) -> None:
+    print(f"inkling-sconv: {message}", file=sys.stderr)
+
+
+def _fail(message: str, code: int = COULD_NOT_TELL) -> NoReturn:
+    _say(message)
+    raise typer.Exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    app()

@@ -56,7 +56,9 @@ def doctor(
 ) -> None:
     """Ask a tree for the whole contract, on CPU tensors.
 
-    Exit 0: healthy; 1: needs the fix; 2: could not tell. Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
+    Exit 0: healthy; 1: needs the fix; 2: could not tell.
+
+    Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
     """
     with _errors(), opened(path) as tree:
         report = _static(tree) if static else _examine(tree, installed=path is None)
@@ -287,6 +289,66 @@ def _name_in_repository(tree: Tree, file: Path) -> Path:
 def _diff(file: Path, before: bytes, after: bytes) -> str:
     old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
     return "".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}"))
+
+
+# ------------------------------------------------------------------------------------ verify
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: tiny."),
+    ] = None,
+    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the server's log goes.")] = Path(
+        "inkling-sconv-server.log"
+    ),
+    timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """On a GPU: start a server with MTP and CUDA graphs; compare what it says to the bit.
+
+    Exit 0: everything is equal; 1: it is not, or the server failed; 2: this machine cannot tell.
+    """
+    import signal
+    import tempfile
+
+    from inkling_sconv import tiny
+    from inkling_sconv import verify as verification
+
+    lacking = verification.missing()
+    if lacking is not None:
+        _fail(f"verify: {lacking}")
+    # As Ctrl-C does it: the server is ended on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console(stderr=True)
+    with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        if model is None:
+            model = Path(folder) / "tiny"
+            tiny.write(model)
+        vocabulary = verification.vocabulary(model)
+        with console.status("") as status:
+            result = verification.verify(
+                model, log, status.update, vocabulary=vocabulary, start_seconds=timeout
+            )
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        _show_result(result)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _show_result(result: Any) -> None:
+    table = Table()
+    for heading in ("compared", "floats", "differ", "largest", "cached tokens"):
+        table.add_column(heading)
+    for one in result.comparisons:
+        figures = (one.compared, one.differing, one.largest)
+        cached = " ".join(map(str, one.cached)) or "-"
+        table.add_row(one.name, *map(str, figures), cached)
+    Console().print(table)
+    print(f"accept length {result.accept_length:.2f}; {result.distinct_tokens} distinct tokens")
+    print("passed" if result.passed else f"failed: {result.error}")
 
 
 # ----------------------------------------------------------------------------------- errors

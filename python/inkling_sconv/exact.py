@@ -1,0 +1,129 @@
+"""Whether a server's state reuse is exact: the same floats with and without it.
+
+Logprobs are compared as the server sends them: JSON keeps every bit of a double. Nothing is
+averaged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inkling_sconv.server import Server
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``differing`` of ``compared`` floats differ, the most by ``largest``.
+
+    ``cached`` are the prefix tokens that each request reused, ``detail`` what else there is to say.
+    """
+
+    name: str
+    compared: int
+    differing: int
+    largest: float
+    cached: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Something was compared, and nothing differs."""
+        return self.compared > 0 and self.differing == 0
+
+
+def compare(
+    name: str,
+    left: Sequence[Sequence[float]],
+    right: Sequence[Sequence[float]],
+    cached: Sequence[int] = (),
+    detail: str = "",
+) -> Comparison:
+    """Compare two lists of float lists, float by float. Lengths that differ count as differing."""
+    differences, compared, missing = [], 0, abs(len(left) - len(right))
+    for mine, theirs in zip(left, right, strict=False):
+        compared += len(mine)
+        missing += abs(len(mine) - len(theirs))
+        differences += [abs(a - b) for a, b in zip(mine, theirs, strict=False) if a != b]
+    largest = max(differences, default=0.0)
+    return Comparison(name, compared, len(differences) + missing, largest, tuple(cached), detail)
+
+
+def prompts(count: int, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """``count`` random prompts, their lengths taken from ``lengths`` in turn."""
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(1, vocabulary - 1) for _ in range(lengths[i % len(lengths)])]
+        for i in range(count)
+    ]
+
+
+def decode_against_prefill(
+    server: Server, inputs: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[Comparison, list[dict[str, Any]]]:
+    """Logprobs of generated tokens against a cold prefill of the same tokens; and the answers."""
+    server.flush()
+    answers = server.generate(inputs, new_tokens)
+    whole = [[*ids, *answer["output_ids"]] for ids, answer in zip(inputs, answers, strict=True)]
+    server.flush()
+    cold = server.generate(whole, 0, scored_from=0)
+    decoded = [_logprobs(answer, "output") for answer in answers]
+    scored = [
+        _logprobs(answer, "input")[-len(mine) :] for answer, mine in zip(cold, decoded, strict=True)
+    ]
+    return compare("decode against a cold prefill", decoded, scored), answers
+
+
+def hit_against_cold(
+    server: Server,
+    name: str,
+    prefixes: Sequence[Sequence[int]],
+    suffixes: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> Comparison:
+    """A suffix on a prefix that the cache holds, against the same request on an empty cache.
+
+    The suffix is scored and ``new_tokens`` are generated; both are compared.
+    """
+    whole = [[*prefix, *suffix] for prefix, suffix in zip(prefixes, suffixes, strict=True)]
+    hits = list(_scored(server, whole, prefixes, new_tokens))
+    server.flush()
+    cold = list(_scored(server, whole, prefixes, new_tokens))
+    cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
+    same_tokens = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
+    return compare(
+        name,
+        [_logprobs(a, "input") + _logprobs(a, "output") for a in hits],
+        [_logprobs(a, "input") + _logprobs(a, "output") for a in cold],
+        cached,
+        f"{same_tokens} of {len(whole)} outputs the same",
+    )
+
+
+def accept_length(answers: Sequence[dict[str, Any]]) -> float:
+    """Tokens per verification step, the bonus token counted: SGLang's ``spec_accept_length``.
+
+    0.0 where the server does not speculate.
+    """
+    steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    return float(tokens / steps) if steps else 0.0
+
+
+def _scored(
+    server: Server,
+    whole: Sequence[Sequence[int]],
+    prefixes: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> Iterator[dict[str, Any]]:
+    # One by one: logprob_start_len is one number a call, and bounds the prefix that is reused.
+    for ids, prefix in zip(whole, prefixes, strict=True):
+        yield from server.generate([ids], new_tokens, scored_from=len(prefix))
+
+
+def _logprobs(answer: dict[str, Any], side: str) -> list[float]:
+    # The first token of a prompt has no logprob.
+    scored = answer["meta_info"][f"{side}_token_logprobs"]
+    return [entry[0] for entry in scored if entry[0] is not None]

@@ -1,0 +1,208 @@
+"""A real ``sglang.launch_server`` for as long as a ``with`` block, and requests to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+HOST = "127.0.0.1"
+# 30 s to end by itself: the scheduler gives its CUDA context back.
+GRACE_SECONDS = 30
+_EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
+
+MTP_OPTIONS = (
+    "--speculative-algorithm=EAGLE",
+    "--enable-multi-layer-eagle",
+    "--speculative-num-steps=2",
+    "--speculative-eagle-topk=1",
+    "--speculative-num-draft-tokens=3",
+    "--cuda-graph-backend-prefill=disabled",
+)
+"""Inkling's own MTP heads, two draft steps. With them, 0.5.17 and 0.5.18 have no prefill graph."""
+
+BASE_OPTIONS = (
+    "--page-size=128",
+    "--mamba-radix-cache-strategy=extra_buffer",
+    "--mamba-track-interval=128",
+    "--attention-backend=fa4",
+    "--enable-deterministic-inference",
+    "--cuda-graph-max-bs=8",
+    "--max-running-requests=8",
+    "--mem-fraction-static=0.3",
+    "--grammar-backend=none",
+    "--skip-server-warmup",
+)
+"""A small deterministic server: without determinism, batch sizes would show in the last bits."""
+
+
+class ServerError(RuntimeError):
+    """The server is not there, or its answer is none. The message ends with the log's path."""
+
+
+class Server:
+    """``python -m sglang.launch_server --model-path MODEL OPTIONS`` on a free port.
+
+    Use as a context manager. Entering waits until the server answers; leaving ends it and every
+    process that it started, whatever happened. The log stays.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        options: Sequence[str],
+        log: Path,
+        *,
+        environment: dict[str, str] | None = None,
+        start_seconds: float = 600,
+        request_seconds: float = 300,
+        command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+    ):
+        self.log = log
+        self.start_seconds = start_seconds
+        self.request_seconds = request_seconds
+        self.port = _free_port()
+        arguments = (f"--model-path={model}", f"--host={HOST}", f"--port={self.port}", *options)
+        self.command = [*command, *arguments]
+        self.environment = {**os.environ, **(environment or {})}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A group of its own: one signal reaches the scheduler and the detokenizer too.
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + self.start_seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise self.error(f"it ended with {self.process.returncode} before it served")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise self.error(f"it did not serve within {self.start_seconds:.0f} s")
+
+    def stop(self) -> None:
+        """End the server's process group: politely, then not."""
+        if self.process is None:
+            return
+        group = self.process.pid
+        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                self.process.poll()
+                try:
+                    os.killpg(group, 0)
+                except ProcessLookupError:
+                    return
+                time.sleep(0.1)
+
+    def error(self, what: str) -> ServerError:
+        """The error for ``what``, with the last exception of the log on top."""
+        last = last_exception(self.log)
+        return ServerError(f"{last + '; ' if last else ''}server: {what}; log: {self.log}")
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST ``body`` as JSON; the answer as JSON, or as text where it is none.
+
+        Raises:
+            ServerError: no answer, an error status, or the server is gone.
+        """
+        try:
+            answer = requests.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
+        except requests.RequestException as error:
+            raise self.error(f"{path}: no answer ({type(error).__name__})") from None
+        if answer.status_code != 200:
+            raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
+        try:
+            return answer.json()
+        except requests.JSONDecodeError:
+            return answer.text
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        self.post("/flush_cache?timeout=30")
+
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], new_tokens: int, *, scored_from: int = -1
+    ) -> list[dict[str, Any]]:
+        """Greedy answers with logprobs, one a prompt; prompts are scored from ``scored_from`` on.
+
+        ``scored_from`` -1 scores no prompt token.
+
+        Raises:
+            ServerError: as ``post``, or the answer has not the fields that are asked for.
+        """
+        answers = self.post(
+            "/generate",
+            {
+                "input_ids": [list(ids) for ids in input_ids],
+                "sampling_params": {
+                    "temperature": 0.0,
+                    "max_new_tokens": new_tokens,
+                    "ignore_eos": True,
+                },
+                "return_logprob": True,
+                "return_text_in_logprobs": False,
+                "logprob_start_len": scored_from,
+            },
+        )
+        if not (
+            isinstance(answers, list)
+            and len(answers) == len(input_ids)
+            and all(isinstance(a, dict) and isinstance(a.get("meta_info"), dict) for a in answers)
+        ):
+            raise self.error(f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}")
+        return answers
+
+
+def last_exception(log: Path) -> str | None:
+    """The last line of the log that names an exception."""
+    found = None
+    with contextlib.suppress(OSError):
+        for line in log.read_text(errors="replace").splitlines():
+            match = _EXCEPTION.match(line.strip())
+            found = match.group(1) if match else found
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,110 @@
+"""One real server with MTP and CUDA graphs, and whether what it says is right to the bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inkling_sconv import exact
+from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
+
+PROMPTS = 6
+# Around the checkpoint distance of 128: short of it, on it, past several of it.
+LENGTHS = (100, 128, 333, 700, 1025, 1400)
+NEW_TOKENS = 300
+SUFFIX = 150
+
+
+@dataclass
+class Result:
+    """What was seen; ``passed`` only if every step was reached and every comparison is exact."""
+
+    passed: bool = False
+    error: str | None = None
+    accept_length: float = 0.0
+    distinct_tokens: int = 0
+    comparisons: list[exact.Comparison] = field(default_factory=list)
+    log: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def missing() -> str | None:
+    """What this machine lacks to run a server; None if nothing."""
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang is not installed for this Python"
+    import torch
+
+    return None if torch.cuda.is_available() else "there is no GPU here"
+
+
+def vocabulary(model: Path) -> int:
+    """The vocabulary size that the checkpoint's ``config.json`` names, at any depth.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not JSON, or names none.
+    """
+    pending: list[Any] = [json.loads((model / "config.json").read_bytes())]
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, dict):
+            if isinstance(node.get("vocab_size"), int):
+                return int(node["vocab_size"])
+            pending += node.values()
+    raise ValueError(f"{model}/config.json names no vocab_size")
+
+
+def verify(
+    model: Path,
+    log: Path,
+    progress: Callable[[str], None],
+    *,
+    vocabulary: int,
+    options: Sequence[str] = (),
+    **server: Any,
+) -> Result:
+    """Start a server on ``model`` and compare; says what it does through ``progress``.
+
+    Never raises for what the server does: that is in the result. ``server`` goes to ``Server``.
+    """
+    result = Result(log=str(log))
+    try:
+        progress("starting the server and capturing its graphs")
+        with Server(model, (*BASE_OPTIONS, *MTP_OPTIONS, *options), log, **server) as running:
+            inputs = exact.prompts(PROMPTS, LENGTHS, vocabulary)
+            progress(f"decoding {PROMPTS} x {NEW_TOKENS} tokens, then a cold prefill of them")
+            decoded, answers = exact.decode_against_prefill(running, inputs, NEW_TOKENS)
+            result.comparisons.append(decoded)
+            result.accept_length = exact.accept_length(answers)
+            result.distinct_tokens = min(len(set(answer["output_ids"])) for answer in answers)
+
+            progress("decoding again, for prefixes that decoding made")
+            running.flush()
+            again = running.generate(inputs, NEW_TOKENS)
+            prefixes = [[*i, *a["output_ids"]] for i, a in zip(inputs, again, strict=True)]
+            suffixes = exact.prompts(PROMPTS, [SUFFIX], vocabulary, seed=1)
+            progress("a suffix on each of them, then the same on an empty cache")
+            result.comparisons.append(
+                exact.hit_against_cold(
+                    running, "suffix on a decode-made prefix", prefixes, suffixes, 32
+                )
+            )
+    except (ServerError, KeyError, TypeError) as error:
+        result.error = str(error) if isinstance(error, ServerError) else f"{error!r}; log: {log}"
+        return result
+    hits = result.comparisons[-1].cached
+    if not all(hits):
+        result.error = f"the prefix cache was not hit: {hits} tokens reused; log: {log}"
+    elif not result.accept_length:
+        result.error = f"the server did not speculate; log: {log}"
+    elif not all(comparison.exact for comparison in result.comparisons):
+        result.error = f"logprobs differ; log: {log}"
+    result.passed = result.error is None
+    return result

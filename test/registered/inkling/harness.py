@@ -1,0 +1,81 @@
+"""What the registered tests share: forks of the installed SGLang, and servers on the tiny Inkling."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import libcst as cst
+import torch
+
+from inkling_sconv import source, tiny
+from inkling_sconv.tree import BACKEND, Tree, find
+
+NO_GPU = None if torch.cuda.is_available() else "needs a GPU"
+LOGS = Path(os.environ.get("INKLING_SCONV_LOGS", tempfile.gettempdir()))
+
+
+@functools.cache
+def checkpoint() -> Path:
+    """The tiny Inkling, written once per process."""
+    folder = Path(tempfile.mkdtemp(prefix="inkling-sconv-")) / "tiny"
+    tiny.write(folder)
+    return folder
+
+
+def overlay(tree: Tree, text: str) -> Path:
+    """``tree`` with another text in the backend's file: links, made in a temporary folder."""
+    top = Path(tempfile.mkdtemp(prefix="inkling-sconv-"))
+    original, copy = tree.root, top
+    # Of the root, only the package: the rest of a site-packages is found as it was before.
+    names = ["sglang"]
+    for part in BACKEND.parts:
+        for name in names:
+            if name != part:
+                (copy / name).symlink_to(original / name)
+        original, copy = original / part, copy / part
+        if part != BACKEND.name:
+            copy.mkdir()
+            names = [entry.name for entry in original.iterdir()]
+    copy.write_text(text)
+    return top
+
+
+@functools.cache
+def crashing_fork() -> Path:
+    """The installed SGLang as it was between #34043 and #35042: inert fill, no guard."""
+    tree = find(None)
+    before = tree.backend.read_bytes()
+    guarded = source.fix(before, inert_fill=True).text.decode()
+    remover = _GuardRemover()
+    text = cst.parse_module(guarded).visit(remover).code
+    assert remover.removed == 1, f"{remover.removed} guards in {tree.backend}"
+    return overlay(tree, text)
+
+
+def environment(tree: Path, **variables: str) -> dict[str, str]:
+    """Variables with which a server runs ``tree`` instead of the installed SGLang."""
+    return {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]), **variables}
+
+
+class _GuardRemover(cst.CSTTransformer):
+    """Takes out ``if X is None and on_graph_path: X = ...``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removed = 0
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If):  # noqa: N802
+        test = original_node.test
+        if not (
+            isinstance(test, cst.BooleanOperation)
+            and isinstance(test.operator, cst.And)
+            and isinstance(test.left, cst.Comparison)
+            and isinstance(test.right, cst.Name)
+            and test.right.value == "on_graph_path"
+        ):
+            return updated_node
+        self.removed += 1
+        return cst.RemoveFromParent()

@@ -7,8 +7,9 @@ averaged.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from inkling_sconv.server import Server
@@ -87,10 +88,17 @@ def hit_against_cold(
 
     The suffix is scored and ``new_tokens`` are generated; both are compared.
     """
-    whole = [[*prefix, *suffix] for prefix, suffix in zip(prefixes, suffixes, strict=True)]
-    hits = list(_scored(server, whole, prefixes, new_tokens))
-    server.flush()
-    cold = list(_scored(server, whole, prefixes, new_tokens))
+    requests = [([*p, *s], len(p)) for p, s in zip(prefixes, suffixes, strict=True)]
+
+    # One by one: logprob_start_len is one number a call, and bounds the prefix that is reused.
+    def ask(ids: list[int], scored_from: int) -> dict[str, Any]:
+        return server.generate([ids], new_tokens, scored_from=scored_from)[0]
+
+    hits = [ask(*request) for request in requests]
+    cold = []
+    for request in requests:
+        server.flush()
+        cold.append(ask(*request))
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
     same_tokens = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
     return compare(
@@ -98,7 +106,39 @@ def hit_against_cold(
         [_logprobs(a, "input") + _logprobs(a, "output") for a in hits],
         [_logprobs(a, "input") + _logprobs(a, "output") for a in cold],
         cached,
-        f"{same_tokens} of {len(whole)} outputs the same",
+        f"{same_tokens} of {len(requests)} outputs the same",
+    )
+
+
+def accepted_after_hit(
+    server: Server,
+    prefixes: Sequence[Sequence[int]],
+    suffixes: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> Comparison:
+    """Tokens per decode step on a prefix that the cache holds, against an empty cache.
+
+    Where the outputs are the same, the draft alone decides how many tokens a step gives: this sees
+    its conv state, which logprobs of the target cannot.
+    """
+    whole = [[*prefix, *suffix] for prefix, suffix in zip(prefixes, suffixes, strict=True)]
+    hits = [server.stream(ids, new_tokens) for ids in whole]
+    cold = []
+    for ids in whole:
+        server.flush()
+        cold.append(server.stream(ids, new_tokens))
+    same = sum(
+        [*chain.from_iterable(a)] == [*chain.from_iterable(b)]
+        for a, b in zip(hits, cold, strict=True)
+    )
+    steps = [[float(len(group)) for group in groups] for groups in (*hits, *cold)]
+    half = len(hits)
+    totals = f"{sum(map(len, steps[:half]))} steps after a hit, {sum(map(len, steps[half:]))} cold"
+    return compare(
+        "tokens per decode step",
+        steps[:half],
+        steps[half:],
+        detail=f"{totals}; {same} of {half} outputs the same",
     )
 
 
@@ -110,17 +150,6 @@ def accept_length(answers: Sequence[dict[str, Any]]) -> float:
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return float(tokens / steps) if steps else 0.0
-
-
-def _scored(
-    server: Server,
-    whole: Sequence[Sequence[int]],
-    prefixes: Sequence[Sequence[int]],
-    new_tokens: int,
-) -> Iterator[dict[str, Any]]:
-    # One by one: logprob_start_len is one number a call, and bounds the prefix that is reused.
-    for ids, prefix in zip(whole, prefixes, strict=True):
-        yield from server.generate([ids], new_tokens, scored_from=len(prefix))
 
 
 def _logprobs(answer: dict[str, Any], side: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -189,6 +190,39 @@ class Server:
         ):
             raise self.error(f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}")
         return answers
+
+    def stream(self, input_ids: Sequence[int], new_tokens: int) -> list[list[int]]:
+        """Greedy tokens of one prompt, grouped as the server sent them: one group a decode step.
+
+        Raises:
+            ServerError: no answer, or it breaks off.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": new_tokens,
+                "ignore_eos": True,
+            },
+            "stream": True,
+        }
+        groups: list[list[int]] = []
+        seen = 0
+        try:
+            with requests.post(
+                f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
+            ) as answer:
+                for line in answer.iter_lines():
+                    if not line.startswith(b"data: {"):
+                        continue
+                    output = json.loads(line[len(b"data: ") :])["output_ids"]
+                    groups.append(output[seen:])
+                    seen = len(output)
+        except (requests.RequestException, ValueError, KeyError) as error:
+            raise self.error(f"stream: broke off ({type(error).__name__})") from None
+        if seen != new_tokens:
+            raise self.error(f"stream: {seen} tokens of {new_tokens}")
+        return groups
 
 
 def last_exception(log: Path) -> str | None:

@@ -1,15 +1,17 @@
-"""What the registered tests share: forks of the installed SGLang, and servers on the tiny Inkling."""
+"""What the registered tests share: a checkpoint, and forks of the installed SGLang."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 import torch
-
 from inkling_sconv import source, tiny
 from inkling_sconv.tree import BACKEND, Tree, find
 
@@ -57,7 +59,22 @@ def crashing_fork() -> Path:
 
 def environment(tree: Path, **variables: str) -> dict[str, str]:
     """Variables with which a server runs ``tree`` instead of the installed SGLang."""
-    return {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]), **variables}
+    return {
+        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
+        **variables,
+    }
+
+
+def applied(tree: Path) -> Path:
+    """``tree`` after ``inkling-sconv apply``, in a copy."""
+    fork = Tree(tree)
+    text = source.fix(fork.backend.read_bytes()).text.decode()
+    return overlay(fork, text)
+
+
+def record(name: str, **figures: Any) -> None:
+    """Keep figures of a test for ``docs/evidence.md``."""
+    (LOGS / f"{name}.json").write_text(json.dumps(figures, indent=1, default=asdict))
 
 
 class _GuardRemover(cst.CSTTransformer):

@@ -1,0 +1,105 @@
+"""Inkling with full prefill CUDA graphs, without MTP: state reuse is exact to the bit.
+
+One GPU, no download, one server a class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import harness
+from inkling_sconv import exact, source
+from inkling_sconv.server import BASE_OPTIONS, Server
+from inkling_sconv.tiny import VOCABULARY
+from inkling_sconv.tree import find
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=300, stage="base-b", runner_config="1-gpu-large")
+
+# Every further size costs 12 s of compilation.
+GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full", "--cuda-graph-bs-prefill", "256", "1024")
+
+
+class PrefillIsExact:
+    """Cases for one server."""
+
+    name: str
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        return {}
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.stack = contextlib.ExitStack()
+        options = [*BASE_OPTIONS, *GRAPH_OPTIONS, *cls.options]
+        log = harness.LOGS / f"server-{cls.name}.log"
+        cls.server = cls.stack.enter_context(
+            Server(harness.checkpoint(), options, log, environment=cls.environment())
+        )
+        cls.figures: dict[str, object] = {}
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        harness.record(f"prefill-{cls.name}", **cls.figures)
+        cls.stack.close()
+
+    def check(self, comparison: exact.Comparison) -> None:
+        self.figures[comparison.name] = comparison
+        self.assertTrue(comparison.exact, comparison)
+
+    def test_decode_equals_a_cold_prefill(self) -> None:
+        inputs = exact.prompts(6, (100, 128, 333, 700), VOCABULARY)
+        comparison, _ = exact.decode_against_prefill(self.server, inputs, 200)
+        self.check(comparison)
+
+    def test_prefill_made_hit_equals_cold(self) -> None:
+        prefixes = exact.prompts(6, (256, 300, 500, 640, 700, 900), VOCABULARY, seed=2)
+        suffixes = exact.prompts(6, (20, 150, 60), VOCABULARY, seed=3)
+        self.server.flush()
+        # One by one: each prompt is a replay of its own, the next ones smaller and larger.
+        for prefix in prefixes:
+            self.server.generate([prefix], 0)
+        comparison = exact.hit_against_cold(self.server, "prefill-made hit", prefixes, suffixes, 64)
+        self.check(comparison)
+        self.assertTrue(all(comparison.cached), comparison)
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestExtraBuffer(PrefillIsExact, unittest.TestCase):
+    name = "extra-buffer"
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestExtraBufferLazy(PrefillIsExact, unittest.TestCase):
+    # Not with MTP: SGLang refuses that combination.
+    name = "extra-buffer-lazy"
+    options = ("--mamba-radix-cache-strategy=extra_buffer_lazy",)
+
+
+def fork_reason() -> str | None:
+    """Why the crashing fork cannot be made of the installed SGLang."""
+    shape = source.shape(find(None).backend.read_bytes())
+    exempt = "draft-extend is exempt in this SGLang" if shape is source.Shape.EXEMPT else None
+    return harness.NO_GPU or exempt
+
+
+@unittest.skipIf(fork_reason(), fork_reason() or "")
+class TestCrashingForkWithPlugin(PrefillIsExact, unittest.TestCase):
+    """Our refresh on the path where a replay brings live masks."""
+
+    name = "plugin"
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        return harness.environment(harness.crashing_fork(), INKLING_SCONV="auto")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -52,6 +52,7 @@ ROWS = (1, 8, 32, 160, 512)
 CHUNK, WINDOW, LENGTH = 128, 3, 200
 OURS, CHAIN, EMPTY = "ours, kernel", "torch chain (windows.py)", "empty kernel"
 OUR_METHOD = "ours, whole method"
+NOTHING, UNBOUND = "nothing, same arguments", "whole, without Triton's binder"
 
 Call = Callable[[], Any]
 
@@ -102,9 +103,8 @@ def method(name: str, cls: type, max_rows: int) -> Contender:
         batch.mamba_track_seqlens = step.track_seqlens
         batch.extend_prefix_lens = step.prefix_lens
         rig.backend.sconv_metadata.query_start_loc = step.query_start_loc
+        step.out = rig.backend._graph_track_conv_indices[: step.rows]
         refresh = getattr(rig.backend, probe.REFRESH)
-        refresh(batch, True)
-        step.out = rig.backend.sconv_metadata.track_conv_indices
         return lambda: refresh(batch, True)
 
     return Contender(name, make)
@@ -183,6 +183,7 @@ def _nothing_kernel(
     live,
     CHUNK: triton.language.constexpr,
     WINDOW: triton.language.constexpr,
+    ROWS: triton.language.constexpr,
 ):
     pass
 
@@ -219,6 +220,34 @@ ABLATIONS = {
     "no arithmetic": _NO_ARITHMETIC,
     "no loads, no store": (_NO_LAST, *_NO_LENGTHS, _NO_STORE),
 }
+# The launch without Triton's binder: the compiled kernel is kept by dtypes and launched as it is.
+_KEPT_LAUNCH = """_KEPT = {}
+
+
+def _launch(programs, dtypes):
+    def launch(*arguments, num_warps):
+        kept = _KEPT.get(dtypes)
+        if kept is None:
+            kept = _KEPT[dtypes] = _track_conv_indices_kernel.warmup(
+                *arguments, grid=(1,), num_warps=num_warps
+            )
+        kept[(programs, 1, 1)](*arguments)
+
+    return launch
+
+
+def track_conv_indices("""
+_KEPT_DTYPES = (
+    "(query_start_loc.dtype, track_seqlens.dtype, prefix_lens is None or prefix_lens.dtype)"
+)
+KEPT = (
+    ("def track_conv_indices(", _KEPT_LAUNCH),
+    (
+        "_track_conv_indices_kernel[(-(-rows // _ROWS),)](",
+        f"_launch(-(-rows // _ROWS), {_KEPT_DTYPES})(",
+    ),
+)
+HOST_PARTS = ("whole", UNBOUND, NOTHING, EMPTY)
 SWEEP = ((8, 1), (4, 1), (16, 1), (32, 1), (16, 2), (32, 4), (64, 4), (128, 4), (64, 8))
 
 
@@ -231,7 +260,7 @@ def load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def edited(name: str, edits: Iterable[tuple[str, str]]) -> Contender:
+def edited(name: str, edits: Iterable[tuple[str, str]], *, computes: bool = False) -> Contender:
     """The shipped kernel with ``edits`` in its source, through the shipped launcher."""
     text = Path(kernels.__file__).read_text()
     for old, new in edits:
@@ -241,7 +270,7 @@ def edited(name: str, edits: Iterable[tuple[str, str]]) -> Contender:
     stem = f"kernels_{abs(hash((name, text)))}"
     path = Path(_SCRATCH.name) / f"{stem}.py"
     path.write_text(text)
-    return function(name, load(path, stem).track_conv_indices, computes=False)
+    return function(name, load(path, stem).track_conv_indices, computes=computes)
 
 
 def ablations() -> list[Contender]:
@@ -249,7 +278,8 @@ def ablations() -> list[Contender]:
     nothing._track_conv_indices_kernel = _nothing_kernel
     return [
         *(edited(name, edits) for name, edits in ABLATIONS.items()),
-        function("nothing, same arguments", nothing.track_conv_indices, computes=False),
+        edited(UNBOUND, KEPT, computes=True),
+        function(NOTHING, nothing.track_conv_indices, computes=False),
         empty(),
     ]
 
@@ -259,7 +289,7 @@ def shapes() -> list[Contender]:
         edited(
             f"{rows} rows, {warps} warps",
             (
-                ("_ROWS = tl.constexpr(8)", f"_ROWS = tl.constexpr({rows})"),
+                ("_ROWS = 8\n", f"_ROWS = {rows}\n"),
                 ("_WARPS = 1", f"_WARPS = {warps}"),
             ),
         )
@@ -346,13 +376,13 @@ def first_calls(contenders: list[Contender], sizes: int, device: str) -> dict[st
         # Sizes of its own: two contenders may share one kernel.
         numbers = range(3 + number, 3 + number + sizes * len(contenders), len(contenders))
         contender.make(inputs(2, device))()
-        steps = [inputs(rows, device) for rows in numbers]
-        seconds, before = 0.0, len(compiled)
-        for step in steps:
-            start = time.perf_counter()
-            contender.make(step)()
-            torch.cuda.synchronize()
-            seconds += time.perf_counter() - start
+        calls = [contender.make(inputs(rows, device)) for rows in numbers]
+        torch.cuda.synchronize()
+        start, before = time.perf_counter(), len(compiled)
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
         results[contender.name] = {"seconds": seconds, "compilations": len(compiled) - before}
     triton.knobs.runtime.jit_post_compile_hook = None
     return results
@@ -525,8 +555,9 @@ def main() -> None:
     methods, found = sglang_methods(max_rows)
     rival = sglang_kernel(options.sglang_kernel) if gpu else None
     console.print(found)
+    ours = OURS if gpu else "ours, torch path"
     contenders = [
-        function(OURS, kernels.track_conv_indices),
+        function(ours, kernels.track_conv_indices),
         function(CHAIN, windows.track_conv_indices),
         *methods,
     ]
@@ -553,7 +584,7 @@ def main() -> None:
     }
     for kind in TIMERS if gpu else ("host",):
         results = report["measures"][kind] = measure(contenders, kind, options, device)
-        console.print(figures_table(titles[kind], results, OURS))
+        console.print(figures_table(titles[kind], results, ours))
     if gpu:
         console.print(first_table(report["first"], options.new_sizes))
         for kind, title in (
@@ -561,16 +592,15 @@ def main() -> None:
             ("host", "and through our launcher, eager: us of host time per call"),
         ):
             parts = ablations()
+            check(parts, options.rows, device)
             if kind == "host":
-                parts = [part for part in parts if part.name in ("whole", EMPTY)] + parts[-2:-1]
+                parts = [part for part in parts if part.name in HOST_PARTS]
             results = report[f"parts, {kind}"] = measure(parts, kind, options, device)
             console.print(figures_table(title, results, "whole"))
         if options.sweep:
             results = report["shapes"] = measure(shapes(), "graph", options, device)
             console.print(
-                figures_table(
-                    "our kernel in other shapes, replayed graph", results, "8 rows, 1 warps"
-                )
+                figures_table("our kernel in other shapes, graph", results, "8 rows, 1 warps")
             )
         report["targets"] = targets(report, rival.name if rival else None)
         for text, met in report["targets"]:

@@ -108,6 +108,26 @@ def steps(draw: st.DrawFn, least: int = 0) -> Step:
     )
 
 
+def batch_of(rows: int, chunk_size: int, beyond: int = 0) -> Step:
+    """Rows of 300 tokens that end before, on and after a boundary, some before their prefix.
+
+    ``beyond`` is added to what is tracked and to what is cached, which changes no index.
+    """
+    tracked = [(97 * r) % 700 + beyond for r in range(rows)]
+    prefix = [(61 * r) % 400 + beyond for r in range(rows - 1)]
+    dtypes = (torch.int32, torch.int64, torch.int64)
+    return Step(
+        rows, [300 * r for r in range(rows + 1)], tracked, prefix, chunk_size, dtypes=dtypes
+    )
+
+
+BATCHES = tuple(
+    batch_of(rows, chunk_size, beyond)
+    for rows in (2, 8, 9, 21)
+    for chunk_size in (64, 96)
+    for beyond in (0, 2**31, 2**62)
+)
+
 _serial = itertools.count()
 
 

@@ -14,7 +14,7 @@ from inkling_sconv import windows
 
 # With the usual window of 3 (padded to 4), one index a thread of one warp. Programs run side by
 # side, so fewer and larger ones would only make each of them slower.
-_ROWS = tl.constexpr(8)
+_ROWS = 8
 _WARPS = 1
 
 
@@ -32,9 +32,10 @@ def _track_conv_indices_kernel(  # type: ignore[no-untyped-def]
     live,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     tokens = tl.load(query_start_loc + rows).to(tl.int64)
-    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, triton.next_power_of_2(WINDOW))[None, :]
     # A row that is not live loads zeros: its window would end before token 0, so the clamp below
     # gives it index 0, and the zero tail needs no code of its own.
@@ -116,7 +117,7 @@ def track_conv_indices(
         live = min(rows, track_seqlens.numel())
         if prefix_lens is not None:
             live = min(live, prefix_lens.numel())
-        _track_conv_indices_kernel[(triton.cdiv(rows, _ROWS.value),)](
+        _track_conv_indices_kernel[(-(-rows // _ROWS),)](
             query_start_loc,
             track_seqlens,
             prefix_lens,
@@ -125,6 +126,7 @@ def track_conv_indices(
             live,
             chunk_size,
             window,
+            _ROWS,
             num_warps=_WARPS,
         )
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -259,6 +261,16 @@ def test_what_is_not_on_a_gpu_takes_the_torch_path(tmp_path, monkeypatch, device
     monkeypatch.setattr(compiled, "_track_conv_indices_kernel", launches)
     got = compiled.track_conv_indices(**LIVE.arguments(device))
     assert launches.count == 0 and got.shape == (3, 3) and got.device.type == device
+
+
+def test_a_torch_without_triton_takes_the_torch_path():
+    code = """
+import sys
+sys.modules["triton"] = None
+from inkling_sconv import backend, windows
+assert backend.track_conv_indices is windows.track_conv_indices
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class _NoDriver:

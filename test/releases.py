@@ -83,7 +83,8 @@ def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "INKLING_SCONV_CACHE": str(CACHE),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (path, *map(_unpacked, extra)))),
+        # Our package from this checkout, also where the interpreter's own is another one.
+        "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT / "python", *map(_unpacked, extra)))),
         **variables,
     }
 

@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from inkling_sconv.windows import track_conv_indices
+try:
+    from inkling_sconv.kernels import track_conv_indices
+except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
+    from inkling_sconv.windows import track_conv_indices
 
 
 class TrackContractError(RuntimeError):
@@ -110,7 +113,7 @@ class InklingSconvBackend:
         prefix_lens = forward_batch.extend_prefix_lens
         if prefix_lens is None and on_graph_path:
             # A capture batch is built without prefix lengths; where no row is tracked, any prefix
-            # that keeps the indices in bounds will do.
+            # that keeps the indices in bounds will do, and zeros need no tensor.
             if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):
                 raise _contract_error(
                     "extend_prefix_lens",
@@ -118,7 +121,6 @@ class InklingSconvBackend:
                     "is None on the graph path, but mamba_track_mask may track rows",
                     "fill extend_prefix_lens, or leave mamba_track_mask None for a capture",
                 )
-            prefix_lens = torch.zeros_like(track_seqlens)
         elif prefix_lens is None:
             raise _contract_error(
                 "extend_prefix_lens",

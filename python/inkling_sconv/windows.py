@@ -13,7 +13,7 @@ import torch
 def track_conv_indices(
     query_start_loc: torch.Tensor,
     track_seqlens: torch.Tensor,
-    prefix_lens: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
     *,
     rows: int,
     chunk_size: int,
@@ -35,7 +35,8 @@ def track_conv_indices(
     Args:
         query_start_loc: ``[rows + 1]``, integer: cumulative query lengths, in tokens.
         track_seqlens: ``[>= 0]``, integer: sequence length up to which row ``r`` tracks, in tokens.
-        prefix_lens: ``[>= 0]``, integer: tokens of row ``r`` that were cached before this step.
+        prefix_lens: ``[>= 0]``, integer: tokens of row ``r`` that were cached before this step;
+            None for zeros.
         rows: requests in the step, padded ones included.
         chunk_size: distance of two checkpoint boundaries, in tokens (``mamba_cache_chunk_size``).
         window: rows of one conv state (``conv_kernel - 1``).
@@ -47,8 +48,12 @@ def track_conv_indices(
     device = query_start_loc.device
     if out is None:
         out = torch.empty((rows, window), dtype=torch.int64, device=device)
-    live = min(rows, track_seqlens.shape[0], prefix_lens.shape[0])
-    tracked = track_seqlens[:live].to(torch.int64) - prefix_lens[:live]
+    live = min(rows, track_seqlens.shape[0])
+    if prefix_lens is not None:
+        live = min(live, prefix_lens.shape[0])
+    tracked = track_seqlens[:live].to(torch.int64)
+    if prefix_lens is not None:
+        tracked = tracked - prefix_lens[:live]
     aligned = tracked.div(chunk_size, rounding_mode="floor") * chunk_size
     ends = query_start_loc[:live] + aligned
     last_token = (query_start_loc[-1:].to(torch.int64) - 1).clamp_(min=0)

@@ -100,8 +100,8 @@ ONE_LINERS = (
             "    ends = query_start_loc[:live] + tracked",
         ),
     ),
-    mutant("prefix added", WINDOWS, ("torch.int64) - prefix_lens", "torch.int64) + prefix_lens")),
-    mutant("prefix ignored", WINDOWS, ("torch.int64) - prefix_lens[:live]", "torch.int64)")),
+    mutant("prefix added", WINDOWS, ("tracked - prefix_lens", "tracked + prefix_lens")),
+    mutant("prefix ignored", WINDOWS, ("tracked - prefix_lens[:live]", "tracked")),
     mutant(
         "window one row late", WINDOWS, ("torch.arange(-window, 0,", "torch.arange(1 - window, 1,")
     ),
@@ -113,12 +113,12 @@ ONE_LINERS = (
     mutant(
         "live ignores prefix lengths",
         WINDOWS,
-        (", track_seqlens.shape[0], prefix_lens.shape[0])", ", track_seqlens.shape[0])"),
+        ("        live = min(live, prefix_lens.shape[0])\n", "        pass\n"),
     ),
     mutant(
         "live ignores track seqlens",
         WINDOWS,
-        (", track_seqlens.shape[0], prefix_lens.shape[0])", ", prefix_lens.shape[0])"),
+        ("live = min(rows, track_seqlens.shape[0])", "live = rows"),
     ),
     mutant(
         "int32 indices",
@@ -199,16 +199,20 @@ ONE_LINERS = (
         "prefix written into the batch",
         BACKEND,
         (
-            "prefix_lens = torch.zeros_like(",
-            "prefix_lens = forward_batch.extend_prefix_lens = torch.zeros_like(",
+            "        metadata.track_conv_indices = track_conv_indices(\n",
+            "        if prefix_lens is None:\n"
+            "            forward_batch.extend_prefix_lens = torch.zeros_like(track_seqlens)\n"
+            "        metadata.track_conv_indices = track_conv_indices(\n",
         ),
     ),
     mutant(
         "prefix of ones",
-        BACKEND,
+        WINDOWS,
         (
-            "prefix_lens = torch.zeros_like(track_seqlens)",
-            "prefix_lens = torch.ones_like(track_seqlens)",
+            "        tracked = tracked - prefix_lens[:live]\n",
+            "        tracked = tracked - prefix_lens[:live]\n"
+            "    else:\n"
+            "        tracked = tracked - 1\n",
         ),
     ),
 )

@@ -1,0 +1,618 @@
+"""What one refresh costs: ours, the torch chain, SGLang's own, and a kernel that does nothing.
+
+Everything is measured in this process, in turns: a round measures each contender once, the next
+round begins with another one, and a figure is the median over the rounds with half the distance of
+their quartiles. Four measures:
+
+graph   microseconds of device time per call in a replayed CUDA graph of many calls
+eager   microseconds of device time per call, launched one by one by a host that is ahead
+host    microseconds of host time per eager call
+first   seconds and Triton compilations of the first calls at batch sizes never seen before
+
+Without a GPU, only host time of the torch path and equality are looked at.
+
+    python benchmark/bench_refresh.py --json out.json --plot out.svg
+    python benchmark/bench_refresh.py --sglang-kernel .../sglang/kernels/ops/mamba/sconv_tracking.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+# Both before their readers are imported: SGLang's class as it was published, and no kernel that an
+# earlier process compiled.
+os.environ["INKLING_SCONV"] = "off"
+_SCRATCH = tempfile.TemporaryDirectory(prefix="bench_refresh_")
+os.environ["TRITON_CACHE_DIR"] = str(Path(_SCRATCH.name) / "triton")
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.testing  # noqa: E402
+from inkling_sconv import kernels, plugin, probe, windows  # noqa: E402
+from inkling_sconv.backend import InklingSconvBackend  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+ROWS = (1, 8, 32, 160, 512)
+CHUNK, WINDOW, LENGTH = 128, 3, 200
+OURS, CHAIN, EMPTY = "ours, kernel", "torch chain (windows.py)", "empty kernel"
+OUR_METHOD = "ours, whole method"
+NOTHING, UNBOUND = "nothing, same arguments", "whole, without Triton's binder"
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``make(inputs)`` gives the call to measure; it leaves its result in ``inputs.out``."""
+
+    name: str
+    make: Callable[[SimpleNamespace], Call]
+    computes: bool = True
+
+
+def inputs(rows: int, device: str) -> SimpleNamespace:
+    """A live step of ``rows`` requests of 200 new tokens, some of them with a cached prefix."""
+    prefix = [CHUNK * (r % 5) for r in range(rows)]
+    tracked = [(p + LENGTH) // CHUNK * CHUNK for p in prefix]
+    return SimpleNamespace(
+        rows=rows,
+        device=device,
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device) * LENGTH,
+        track_seqlens=torch.tensor(tracked, dtype=torch.int64, device=device),
+        prefix_lens=torch.tensor(prefix, dtype=torch.int32, device=device),
+        out=torch.full((rows, WINDOW), -7, dtype=torch.int64, device=device),
+    )
+
+
+# --- contenders -----------------------------------------------------------------------------------
+
+
+def function(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
+    """A function with the signature of ``windows.track_conv_indices``."""
+
+    def make(step: SimpleNamespace) -> Call:
+        lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
+        rows, out = step.rows, step.out
+        return lambda: compute(*lengths, rows=rows, chunk_size=CHUNK, window=WINDOW, out=out)
+
+    return Contender(name, make, computes)
+
+
+def method(name: str, cls: type, max_rows: int) -> Contender:
+    """The refresh of a backend class, on the graph path with a live batch."""
+
+    def make(step: SimpleNamespace) -> Call:
+        rig = probe.Rig(cls, max_rows=max_rows, window=WINDOW, chunk_size=CHUNK, device=step.device)
+        batch = rig.batch("EXTEND", step.rows, mask=[True] * step.rows)
+        batch.mamba_track_seqlens = step.track_seqlens
+        batch.extend_prefix_lens = step.prefix_lens
+        rig.backend.sconv_metadata.query_start_loc = step.query_start_loc
+        step.out = rig.backend._graph_track_conv_indices[: step.rows]
+        refresh = getattr(rig.backend, probe.REFRESH)
+        return lambda: refresh(batch, True)
+
+    return Contender(name, make)
+
+
+def sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
+    """SGLang's own method and, on the same class, ours; and a line that says which SGLang."""
+    try:
+        module = importlib.import_module(plugin.BACKEND_MODULE)
+        import sglang
+    except ImportError as error:
+        return [], f"SGLang's own method left out: {error}"
+    (cls, *_) = probe.find_backends(module)
+    own = vars(cls)[probe.REFRESH]
+    if type(own) is not FunctionType or own.__globals__ is not vars(module):
+        sys.exit(f"bench_refresh: {probe.REFRESH} is not SGLang's own here: {own}")
+    version = getattr(sglang, "__version__", "?")
+
+    def alloc(self: Any) -> None:
+        cls._alloc_graph_buffers(self)
+        InklingSconvBackend._alloc_inert_tracking(self)
+
+    ours = type(
+        "Ours",
+        (cls,),
+        {
+            probe.ALLOC: alloc,
+            probe.REFRESH: InklingSconvBackend._refresh_track_conv_indices,
+        },
+    )
+    own_name = f"SGLang {version}, its method"
+    found = f"SGLang {version}: {probe.classify(cls).state.value}, method as published"
+    return [method(OUR_METHOD, ours, max_rows), method(own_name, cls, max_rows)], found
+
+
+def sglang_kernel(path: Path | None) -> Contender | None:
+    """SGLang's kernel: that of ``path``, or of the installed release if it has one."""
+    if path is not None:
+        module = load(path, "sglang_sconv_tracking")
+        name = f"SGLang's kernel ({path.name} given)"
+    else:
+        try:
+            module = importlib.import_module("sglang.kernels.ops.mamba.sconv_tracking")
+        except ImportError:
+            return None
+        name = "SGLang's kernel"
+    fill = module.fill_track_conv_indices
+
+    def compute(query_start_loc, track_seqlens, prefix_lens, *, rows, chunk_size, window, out):
+        fill(
+            query_start_loc=query_start_loc,
+            track_seqlens=track_seqlens,
+            prefix_lens=prefix_lens,
+            output=out,
+            live=min(rows, track_seqlens.shape[0], prefix_lens.shape[0]),
+            chunk_size=chunk_size,
+        )
+
+    return function(name, compute)
+
+
+@triton.jit
+def _empty_kernel():
+    pass
+
+
+@triton.jit(
+    do_not_specialize=["query_start_loc", "track_seqlens", "prefix_lens", "out", "rows", "live"]
+)
+def _nothing_kernel(
+    query_start_loc,
+    track_seqlens,
+    prefix_lens,
+    out,
+    rows,
+    live,
+    CHUNK: triton.language.constexpr,
+    WINDOW: triton.language.constexpr,
+    ROWS: triton.language.constexpr,
+):
+    pass
+
+
+def empty() -> Contender:
+    return Contender(EMPTY, lambda step: lambda: _empty_kernel[(1,)](num_warps=1), computes=False)
+
+
+# --- our kernel with parts left out, or of another shape ------------------------------------------
+
+_START = "tl.load(query_start_loc + row, mask=is_live, other=0)"
+_TRACKED = "tl.load(track_seqlens + row, mask=is_live, other=0)"
+_PREFIX = "tl.load(prefix_lens + row, mask=is_live, other=0)"
+_TOKENS = "tl.load(query_start_loc + rows)"
+_CLAMP = "tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))"
+_NO_LAST = (_TOKENS, "(rows * 512)")
+_NO_LENGTHS = (
+    (_START, "tl.where(is_live, row * 3, 0)"),
+    (_TRACKED, "tl.where(is_live, row * 5, 0)"),
+    (_PREFIX, "tl.where(is_live, row, 0)"),
+)
+# A condition that the compiler cannot rule out, and that no step meets.
+_NO_STORE = ("(column < WINDOW))", "(column < WINDOW) & (index == 0x7FFFFFF0))")
+_NO_ARITHMETIC = (
+    ("index = start + aligned + (column - WINDOW)", "index = start + tracked"),
+    (_CLAMP, "index + tokens"),
+)
+ABLATIONS = {
+    "whole": (),
+    "no load of the last entry": (_NO_LAST,),
+    "no loads of the lengths": _NO_LENGTHS,
+    "no loads": (_NO_LAST, *_NO_LENGTHS),
+    "no store": (_NO_STORE,),
+    "no arithmetic": _NO_ARITHMETIC,
+    "no loads, no store": (_NO_LAST, *_NO_LENGTHS, _NO_STORE),
+}
+# The launch without Triton's binder: the compiled kernel is kept by dtypes and launched as it is.
+_KEPT_LAUNCH = """_KEPT = {}
+
+
+def _launch(programs, dtypes):
+    def launch(*arguments, num_warps):
+        kept = _KEPT.get(dtypes)
+        if kept is None:
+            kept = _KEPT[dtypes] = _track_conv_indices_kernel.warmup(
+                *arguments, grid=(1,), num_warps=num_warps
+            )
+        kept[(programs, 1, 1)](*arguments)
+
+    return launch
+
+
+def track_conv_indices("""
+_KEPT_DTYPES = (
+    "(query_start_loc.dtype, track_seqlens.dtype, prefix_lens is None or prefix_lens.dtype)"
+)
+KEPT = (
+    ("def track_conv_indices(", _KEPT_LAUNCH),
+    (
+        "_track_conv_indices_kernel[(-(-rows // _ROWS),)](",
+        f"_launch(-(-rows // _ROWS), {_KEPT_DTYPES})(",
+    ),
+)
+HOST_PARTS = ("whole", UNBOUND, NOTHING, EMPTY)
+SWEEP = ((8, 1), (4, 1), (16, 1), (32, 1), (16, 2), (32, 4), (64, 4), (128, 4), (64, 8))
+
+
+def load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        sys.exit(f"bench_refresh: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def edited(name: str, edits: Iterable[tuple[str, str]], *, computes: bool = False) -> Contender:
+    """The shipped kernel with ``edits`` in its source, through the shipped launcher."""
+    text = Path(kernels.__file__).read_text()
+    for old, new in edits:
+        if text.count(old) != 1:
+            sys.exit(f"bench_refresh: {name}: {text.count(old)} places of {old!r}")
+        text = text.replace(old, new)
+    stem = f"kernels_{abs(hash((name, text)))}"
+    path = Path(_SCRATCH.name) / f"{stem}.py"
+    path.write_text(text)
+    return function(name, load(path, stem).track_conv_indices, computes=computes)
+
+
+def ablations() -> list[Contender]:
+    nothing = load(Path(kernels.__file__), "kernels_nothing")
+    nothing._track_conv_indices_kernel = _nothing_kernel
+    return [
+        *(edited(name, edits) for name, edits in ABLATIONS.items()),
+        edited(UNBOUND, KEPT, computes=True),
+        function(NOTHING, nothing.track_conv_indices, computes=False),
+        empty(),
+    ]
+
+
+def shapes() -> list[Contender]:
+    return [
+        edited(
+            f"{rows} rows, {warps} warps",
+            (
+                ("_ROWS = 8\n", f"_ROWS = {rows}\n"),
+                ("_WARPS = 1", f"_WARPS = {warps}"),
+            ),
+        )
+        for rows, warps in SWEEP
+    ]
+
+
+# --- timers ---------------------------------------------------------------------------------------
+
+
+def graph_timer(call: Call, calls: int) -> Callable[[], float]:
+    """Captures ``calls`` calls; each run of the timer gives microseconds per call of a replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+
+    def measure() -> float:
+        milliseconds = triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")
+        return milliseconds * 1e3 / calls
+
+    return measure
+
+
+def eager_timer(call: Call, calls: int) -> Callable[[], float]:
+    """Microseconds of device time per call, while the device always has the next launch waiting."""
+    # Deeper queues make the host wait; the chain is eleven or twelve launches a call.
+    calls = min(calls, 40)
+    host = timeit.timeit(call, number=calls)
+    torch.cuda.synchronize()
+    cycles = int(2e9 * (2 * host + 1e-4))
+
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / calls
+
+    return lambda: statistics.median(once() for _ in range(3))
+
+
+def host_timer(call: Call, calls: int) -> Callable[[], float]:
+    """Microseconds of host time per call. The device is faster than its host, so nothing waits."""
+
+    def measure() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return timeit.timeit(call, number=calls) / calls * 1e6
+
+    return measure
+
+
+TIMERS = {"graph": graph_timer, "eager": eager_timer, "host": host_timer}
+
+
+def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """``{name: one figure per round}``; every round begins with another name."""
+    names = list(timers)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for timer in timers.values():
+        timer()
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            figures[name].append(timers[name]())
+    return figures
+
+
+def first_calls(contenders: list[Contender], sizes: int, device: str) -> dict[str, dict[str, Any]]:
+    """Seconds and compilations of one call at each of ``sizes`` sizes, new to this process."""
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    results = {}
+    for number, contender in enumerate(contenders):
+        # Sizes of its own: two contenders may share one kernel.
+        numbers = range(3 + number, 3 + number + sizes * len(contenders), len(contenders))
+        contender.make(inputs(2, device))()
+        calls = [contender.make(inputs(rows, device)) for rows in numbers]
+        torch.cuda.synchronize()
+        start, before = time.perf_counter(), len(compiled)
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        results[contender.name] = {"seconds": seconds, "compilations": len(compiled) - before}
+    triton.knobs.runtime.jit_post_compile_hook = None
+    return results
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def middle(figures: list[float]) -> tuple[float, float]:
+    """Median, and half the distance of the quartiles."""
+    if len(figures) < 2:
+        return figures[0], 0.0
+    low, median, high = statistics.quantiles(figures, n=4, method="inclusive")
+    return median, (high - low) / 2
+
+
+def figures_table(title: str, results: dict[int, dict[str, list[float]]], base: str) -> Table:
+    """Contenders by batch sizes; in each cell the median, its spread, and times ``base``."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for rows in results:
+        table.add_column(f"{rows} rows", justify="right", no_wrap=True)
+    for name in next(iter(results.values())):
+        cells = []
+        for measured in results.values():
+            median, spread = middle(measured[name])
+            ratio = median / middle(measured[base])[0]
+            cells.append(f"{median:.2f} ±{spread:.2f} {ratio:5.2f}x")
+        table.add_row(name, *cells)
+    return table
+
+
+def first_table(results: dict[str, dict[str, Any]], sizes: int) -> Table:
+    table = Table(title=f"first calls at {sizes} new batch sizes", title_justify="left")
+    for heading in ("", "compilations", "seconds"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, result in results.items():
+        table.add_row(name, str(result["compilations"]), f"{result['seconds']:.2f}")
+    return table
+
+
+def targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
+    """What was aimed at, and whether this run meets it."""
+    measures = report["measures"]
+    found = []
+    for rows, graph in measures["graph"].items():
+        (ours, spread), (chain, _) = middle(graph[OURS]), middle(graph[CHAIN])
+        if rival:
+            theirs, slack = middle(graph[rival])
+            text = f"graph, {rows} rows: {ours:.3f} us, SGLang's kernel {theirs:.3f}"
+            found.append((text, ours <= theirs + spread + slack))
+        text = f"graph, {rows} rows: chain / ours = {chain / ours:.1f}, at least 9"
+        found.append((text, chain / ours >= 9))
+    for rows, host in measures["host"].items():
+        ours, floor = middle(host[OURS])[0], middle(host[EMPTY])[0]
+        text = f"host, {rows} rows: {ours:.1f} us, empty kernel {floor:.1f}, at most 5 more"
+        found.append((text, ours <= floor + 5))
+        if rival:
+            theirs = middle(host[rival])[0]
+            text = f"host, {rows} rows: {ours:.1f} us, SGLang's kernel {theirs:.1f}"
+            found.append((text, ours < theirs))
+    count = report["first"][OURS]["compilations"]
+    found.append((f"{count} compilations at new batch sizes, none wanted", count == 0))
+    return found
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "graph": "replayed CUDA graph, device time",
+        "host": "eager, host time",
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 4.2), sharex=True)
+    for axis, (measure, title) in zip(axes, panels.items(), strict=True):
+        results = report["measures"][measure]
+        for name in next(iter(results.values())):
+            middles = [middle(measured[name]) for measured in results.values()]
+            axis.errorbar(
+                list(results),
+                [median for median, _ in middles],
+                yerr=[spread for _, spread in middles],
+                label=name,
+                marker="o",
+                markersize=4,
+                linewidth=2 if name in (OURS, OUR_METHOD) else 1,
+                linestyle=":" if name == EMPTY else "-",
+            )
+        axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="us per refresh", title=title)
+        axis.set_xticks(list(results), [str(rows) for rows in results])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[-1].legend(fontsize=8)
+    machine = report["machine"]
+    figure.suptitle(
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}", fontsize=9
+    )
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def machine() -> dict[str, str]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {
+        "device": device or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": " ".join(sys.argv),
+    }
+
+
+def check(contenders: list[Contender], rows_list: Iterable[int], device: str) -> None:
+    """Every contender must give the reference's bits, or its time means nothing."""
+    for rows in rows_list:
+        step = inputs(rows, device)
+        lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
+        want = windows.track_conv_indices(*lengths, rows=rows, chunk_size=CHUNK, window=WINDOW)
+        for contender in contenders:
+            if contender.computes:
+                step = inputs(rows, device)
+                contender.make(step)()
+                if not torch.equal(step.out, want):
+                    sys.exit(f"bench_refresh: {contender.name} is wrong at {rows} rows")
+
+
+def measure(
+    contenders: list[Contender], kind: str, options: argparse.Namespace, device: str
+) -> dict[int, dict[str, list[float]]]:
+    results = {}
+    for rows in options.rows:
+        timers = {
+            contender.name: TIMERS[kind](contender.make(inputs(rows, device)), options.calls)
+            for contender in contenders
+        }
+        results[rows] = in_turns(timers, options.rounds)
+    return results
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--calls", type=int, default=400, help="calls in a graph, or in a loop")
+    parser.add_argument("--new-sizes", type=int, default=200, help="batch sizes of first calls")
+    parser.add_argument("--sglang-kernel", type=Path, metavar="FILE", help="its sconv_tracking.py")
+    parser.add_argument("--sweep", action="store_true", help="also other shapes of our kernel")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="a .svg or .png")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    gpu = torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
+    about = machine()
+    console.print(
+        f"{about['device']}, torch {about['torch']}, triton {about['triton']}; chunk {CHUNK}, "
+        f"window {WINDOW}, {options.rounds} rounds"
+    )
+
+    max_rows = max(*options.rows, 6 * options.new_sizes + 16)
+    methods, found = sglang_methods(max_rows)
+    rival = sglang_kernel(options.sglang_kernel) if gpu else None
+    console.print(found)
+    ours = OURS if gpu else "ours, torch path"
+    contenders = [
+        function(ours, kernels.track_conv_indices),
+        function(CHAIN, windows.track_conv_indices),
+        *methods,
+    ]
+    if rival:
+        contenders.append(rival)
+    if gpu:
+        contenders.append(empty())
+    if not gpu:
+        console.print(
+            "No CUDA device: ours is the torch path here, SGLang's kernel and the empty one do not "
+            "run; host time only."
+        )
+
+    report: dict[str, Any] = {"machine": about, "sglang": found, "measures": {}}
+    if gpu:
+        report["first"] = first_calls(contenders, options.new_sizes, device)
+    check(contenders, options.rows, device)
+    console.print("Every contender gives the bits of windows.py.\n")
+
+    titles = {
+        "graph": f"replayed CUDA graph of {options.calls} calls: us of device time per call",
+        "eager": "eager, host ahead: us of device time per call",
+        "host": "eager: us of host time per call",
+    }
+    for kind in TIMERS if gpu else ("host",):
+        results = report["measures"][kind] = measure(contenders, kind, options, device)
+        console.print(figures_table(titles[kind], results, ours))
+    if gpu:
+        console.print(first_table(report["first"], options.new_sizes))
+        for kind, title in (
+            ("graph", "our kernel with parts left out, replayed graph: us per call"),
+            ("host", "and through our launcher, eager: us of host time per call"),
+        ):
+            parts = ablations()
+            check(parts, options.rows, device)
+            if kind == "host":
+                parts = [part for part in parts if part.name in HOST_PARTS]
+            results = report[f"parts, {kind}"] = measure(parts, kind, options, device)
+            console.print(figures_table(title, results, "whole"))
+        if options.sweep:
+            results = report["shapes"] = measure(shapes(), "graph", options, device)
+            console.print(
+                figures_table("our kernel in other shapes, graph", results, "8 rows, 1 warps")
+            )
+        report["targets"] = targets(report, rival.name if rival else None)
+        for text, met in report["targets"]:
+            console.print(f"[green]met     [/]{text}" if met else f"[red]not met [/]{text}")
+
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    if options.plot and gpu:
+        plot(report, options.plot)
+    elif options.plot:
+        console.print("No plot without a GPU.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The arithmetic of ``windows.py`` in one Triton launch, equal to it to the bit.
+
+The work is far too small to fill a GPU: what it costs is the launch, one round of loads and one
+store. So no load waits for another, and what changes from step to step is a run-time argument.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inkling_sconv import windows
+
+# With the usual window of 3 (padded to 4), one index a thread of one warp. Programs run side by
+# side, so fewer and larger ones would only make each of them slower.
+_ROWS = 8
+_WARPS = 1
+
+
+# Left to itself, Triton compiles anew for a row count of 1 or of a multiple of 16, and for slices
+# that begin on another address modulo 16.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["query_start_loc", "track_seqlens", "prefix_lens", "out", "rows", "live"]
+)
+def _track_conv_indices_kernel(  # type: ignore[no-untyped-def]
+    query_start_loc,  # [rows + 1]
+    track_seqlens,  # [>= live]
+    prefix_lens,  # [>= live], or None for zeros
+    out,  # [rows, WINDOW]
+    rows,
+    live,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    tokens = tl.load(query_start_loc + rows).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, triton.next_power_of_2(WINDOW))[None, :]
+    # A row that is not live loads zeros: its window would end before token 0, so the clamp below
+    # gives it index 0, and the zero tail needs no code of its own.
+    is_live = row < live
+    start = tl.load(query_start_loc + row, mask=is_live, other=0).to(tl.int64)
+    tracked = tl.load(track_seqlens + row, mask=is_live, other=0).to(tl.int64)
+    if prefix_lens is not None:
+        tracked -= tl.load(prefix_lens + row, mask=is_live, other=0).to(tl.int64)
+
+    # Both branches round down for every int64, and wrap around where torch does.
+    if CHUNK & (CHUNK - 1) == 0:
+        aligned = tracked & -CHUNK
+    else:
+        rest = tracked % CHUNK  # has the sign of tracked
+        aligned = tracked - tl.where(rest < 0, rest + CHUNK, rest)
+    index = start + aligned + (column - WINDOW)
+    index = tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))
+    tl.store(out + row * WINDOW + column, index, mask=(row < rows) & (column < WINDOW))
+
+
+# By TRITON_INTERPRET, at the time of decoration.
+_INTERPRETED = not isinstance(_track_conv_indices_kernel, triton.JITFunction)
+
+
+def track_conv_indices(
+    query_start_loc: torch.Tensor,
+    track_seqlens: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    *,
+    rows: int,
+    chunk_size: int,
+    window: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Token-buffer rows of every request's tracked conv window: one launch, no host read.
+
+    It does what ``windows.track_conv_indices`` does, and hands over to it what the kernel does not
+    take: tensors that are not on a GPU, lengths that are not contiguous, a ``query_start_loc`` of
+    more than ``rows + 1`` entries.
+
+    One compilation per combination of dtypes, and one more without ``prefix_lens``; never one for
+    another number of rows or another slice of a buffer. ``chunk_size`` and ``window`` are fixed for
+    a server, so they are compiled in, and rounding down to a chunk of a power of two is one AND.
+
+    Args:
+        query_start_loc: ``[rows + 1]``, int32 or int64: cumulative query lengths, in tokens. It is
+            on the current device, and so are the others.
+        track_seqlens: ``[>= 0]``, int32 or int64, in tokens.
+        prefix_lens: ``[>= 0]``, int32 or int64, in tokens; None for zeros.
+        rows: requests in the step, padded ones included.
+        chunk_size: distance of two checkpoint boundaries, in tokens (``mamba_cache_chunk_size``).
+        window: rows of one conv state (``conv_kernel - 1``).
+        out: ``[rows, window]`` int64, contiguous, to write into; a new tensor if None.
+
+    Returns:
+        ``[rows, window]`` int64, ``out`` if it was given.
+    """
+    if not (
+        (query_start_loc.is_cuda or (_INTERPRETED and query_start_loc.is_cpu))
+        and query_start_loc.numel() == rows + 1
+        and query_start_loc.is_contiguous()
+        and track_seqlens.is_contiguous()
+        and (prefix_lens is None or prefix_lens.is_contiguous())
+    ):
+        return windows.track_conv_indices(
+            query_start_loc,
+            track_seqlens,
+            prefix_lens,
+            rows=rows,
+            chunk_size=chunk_size,
+            window=window,
+            out=out,
+        )
+    if out is None:
+        out = torch.empty((rows, window), dtype=torch.int64, device=query_start_loc.device)
+    else:
+        assert out.shape == (rows, window) and out.dtype == torch.int64 and out.is_contiguous()
+    if rows > 0:
+        live = min(rows, track_seqlens.numel())
+        if prefix_lens is not None:
+            live = min(live, prefix_lens.numel())
+        _track_conv_indices_kernel[(-(-rows // _ROWS),)](
+            query_start_loc,
+            track_seqlens,
+            prefix_lens,
+            out,
+            rows,
+            live,
+            chunk_size,
+            window,
+            _ROWS,
+            num_warps=_WARPS,
+        )
+    return out

@@ -210,8 +210,11 @@ class Request:
         for state in self.draft:
             state.conv = {name: torch.zeros_like(rows) for name, rows in state.conv.items()}
 
-    def prefill(self, tokens: list[int]) -> None:
-        """Append ``tokens`` to what is in the cache, and draft from there."""
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
+        """Append ``tokens`` to what is in the cache, and draft from there.
+
+        With ``keep``, leave the cache as a prefix hit on the first ``keep`` of them finds it.
+        """
         model, rows = self.model, len(tokens)
         hidden = model.target(tokens, self.target, self.length)
         self.bonus = int(model.logits(hidden[-1:]).argmax())
@@ -223,8 +226,8 @@ class Request:
             self.drafts.append(int(model.logits(hidden[-1:]).argmax()))
             ids = [*ids[1:], self.drafts[-1]]
         for state in (*self.target, *self.draft):
-            state.commit(rows)
-        self.length += rows
+            state.commit(rows if keep is None else keep)
+        self.length += rows if keep is None else keep
 
     def step(self) -> list[int]:
         """Verify the draft, and draft again: the tokens that are new after the bonus token."""

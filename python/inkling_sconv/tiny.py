@@ -8,18 +8,18 @@ weights; SGLang leaves those towers out unless ``--enable-multimodal`` is given.
 The weights are drawn, not trained, and so arranged that the short convolution decides what is said:
 
 - one layer, the *carrier*, writes most of the residual stream: its MLP recalls a vector for the
-  token at hand, and its ``mlp_sconv`` mixes those of the last four tokens. The next token is thereby
-  a fixed function of the last four, as erratic as a hash: greedy output falls into no loop;
+  token at hand, and its ``mlp_sconv`` mixes those of the last four tokens. So the next token is a
+  fixed function of the last four, as erratic as a hash, and greedy output falls into no loop;
 - the other layers add a little, like layers of a deep model. Attention, KV cache and every other
   convolution show in all logprobs, and seldom move the most probable token;
 - the block of each MTP head is the carrier over again, fed with the embedding of the next token. It
   finds the target's token where its convolution window is right, and hardly ever where it is not.
 
-With two draft steps, `test/unit/test_tiny.py` finds an accept length of 2.8 of 3, the bonus token
-included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those windows
-in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds them from the
-last tokens, and reads them right after a prefix hit: the first accept length is then 2.5, or 1.3 if
-they were zero.
+With two draft steps, ``test/unit/test_tiny.py`` finds an accept length of 2.8 of 3, the bonus token
+included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those
+windows in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds
+them from the last tokens, and reads them right after a prefix hit: with one token to go, the first
+accept length is then 2.5, or 1.3 if they were zero.
 
 Values come from integers of a Mersenne twister seeded per tensor, scaled and rounded as IEEE 754
 prescribes: the same bytes on every machine, and one option moves no tensor of the others.
@@ -200,6 +200,8 @@ def write_kl_prompts(
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(prompts, file)
+        # mkstemp's file is for its owner only.
+        Path(partial).chmod(0o644)
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

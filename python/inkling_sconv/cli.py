@@ -291,7 +291,19 @@ def _diff(file: Path, before: bytes, after: bytes) -> str:
     return "".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}"))
 
 
-# ------------------------------------------------------------------------------------ verify
+# ------------------------------------------------------------------------------ tiny, verify
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def tiny(context: typer.Context) -> None:
+    """Write a small Inkling checkpoint with MTP heads; nothing is downloaded. See tiny --help."""
+    from inkling_sconv import tiny as checkpoint
+
+    # It has a parser of its own, so that a machine without this package's extras can write one.
+    raise typer.Exit(checkpoint.main(context.args))
 
 
 @app.command()
@@ -313,7 +325,7 @@ def verify(
     import signal
     import tempfile
 
-    from inkling_sconv import tiny
+    from inkling_sconv import tiny as checkpoint
     from inkling_sconv import verify as verification
 
     lacking = verification.missing()
@@ -325,7 +337,7 @@ def verify(
     with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
             model = Path(folder) / "tiny"
-            tiny.write(model)
+            checkpoint.write(model)
         vocabulary = verification.vocabulary(model)
         with console.status("") as status:
             result = verification.verify(

@@ -33,10 +33,11 @@ def _track_conv_indices_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     tokens = tl.load(query_start_loc + rows).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, triton.next_power_of_2(WINDOW))[None, :]
+    column = tl.arange(0, COLUMNS)[None, :]
     # A row that is not live loads zeros: its window would end before token 0, so the clamp below
     # gives it index 0, and the zero tail needs no code of its own.
     is_live = row < live
@@ -127,6 +128,7 @@ def track_conv_indices(
             chunk_size,
             window,
             _ROWS,
+            1 << (window - 1).bit_length(),
             num_warps=_WARPS,
         )
     return out

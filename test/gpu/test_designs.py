@@ -64,10 +64,6 @@ NO_GUARD = mutants.mutant(
     "no guard",
     mutants.BACKEND,
     ("        if prefix_lens is None and on_graph_path:", "        if False:"),
-    (
-        "        elif prefix_lens is None:",
-        "        elif prefix_lens is None and not on_graph_path:",
-    ),
 )
 
 

@@ -1,0 +1,188 @@
+"""What the SGLang on ``PYTHONPATH`` makes of checkpoints: ``read_checkpoint.py CHECKPOINT...``.
+
+Drives its own config, loader, model classes, tokenizer and KL helpers on a CPU. Prints one JSON
+line. Nothing is downloaded: Python's sockets are shut.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+TEXT = "The capital of France is, Zürich 日本 🙂 \n\t x  y"
+
+
+def main(checkpoints: list[str]) -> dict[str, Any]:
+    # 0.5.17 compiles its MoE kernels with helion, which runs nowhere without a GPU.
+    for name in ("helion", "helion.language"):
+        sys.modules.setdefault(name, MagicMock())
+    try:
+        from sglang.srt.arg_groups import mamba_hook
+
+        # It refuses conv-state checkpoints on a CPU; nothing here makes any.
+        mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    except (ImportError, AttributeError):
+        pass
+    set_up(checkpoints[0])
+    return {
+        "models": {
+            checkpoint: {"target": read(checkpoint, None)}
+            | {f"head {head}": read(checkpoint, head) for head in range(2)}
+            for checkpoint in checkpoints
+        },
+        "tokenizer": tokenizer(checkpoints[0]),
+        "kl": kl(checkpoints[0]),
+    }
+
+
+def server_args(checkpoint: str) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
+        model_path=checkpoint,
+        device="cpu",
+        attention_backend="triton",
+        mamba_radix_cache_strategy="extra_buffer",
+        page_size=128,
+    )
+
+
+def set_up(checkpoint: str) -> None:
+    """What a scheduler process has before it builds a model, for one rank."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    arguments = server_args(checkpoint)
+    ranks = getattr(runtime_context, "SpawnRanks", None)
+    runtime_context.publish(
+        arguments, role="scheduler", **({"ranks": ranks(world_rank=0)} if ranks else {})
+    )
+    init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        backend="gloo",
+        distributed_init_method=f"file://{tempfile.mkdtemp()}/store",
+    )
+    initialize_model_parallel()
+    # Older releases want the server's arguments before the model's config.
+    wanted = len(inspect.signature(initialize_dp_attention).parameters)
+    initialize_dp_attention(*(arguments, model_config(checkpoint))[-wanted:])
+
+
+def model_config(checkpoint: str, draft: bool = False) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args(checkpoint), is_draft_model=draft)
+
+
+def read(checkpoint: str, head: int | None) -> dict[str, Any]:
+    """Load the target, or one MTP head, tensor by tensor."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import get_model_loader
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    config = model_config(checkpoint, draft=head is not None)
+    choice = {} if head is None else {"draft_model_idx": head}
+    loader = get_model_loader(LoadConfig(**choice), config)
+    cls, _ = get_model_architecture(config)
+    torch.set_default_dtype(config.dtype)
+    model = cls(config=config.hf_config, quant_config=None, **choice)
+    torch.set_default_dtype(torch.float32)
+    weights = list(loader._get_all_weights(config, model))
+
+    writes = {name: torch.zeros_like(p, dtype=torch.int8) for name, p in model.named_parameters()}
+    used = []
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    for name, tensor in weights:
+        try:
+            model.load_weights([(name, tensor)])
+        except RuntimeError as error:
+            # A head says what is still missing.
+            if "unloaded" not in str(error):
+                raise
+        # Tensors are written by rows: the first of a row shows it.
+        touched = {
+            n: p
+            for n, p in model.named_parameters()
+            if not p.reshape(len(p), -1)[:, 0].isnan().all()
+        }
+        for parameter, values in touched.items():
+            # Without an unembedding among them, the embeddings serve for it.
+            if not (parameter == "llm.lm_head.weight" and name == "model.llm.embed.weight"):
+                writes[parameter] += ~values.isnan()
+            values.data.fill_(torch.nan)
+        if touched:
+            # The loader calls a head's own layer 0.
+            used.append(name.replace(".mtp.layers.0.", f".mtp.layers.{head or 0}."))
+    model.load_weights(iter(weights))
+    return {
+        "class": cls.__name__,
+        "config": type(config.hf_config).__name__,
+        "dtype": str(config.dtype),
+        "context": config.context_len,
+        "multimodal": config.is_multimodal,
+        "end": sorted(config.hf_eos_token_id),
+        "wrong": {
+            name: [int(n.min()), int(n.max())] for name, n in writes.items() if not (n == 1).all()
+        },
+        "used": used,
+        "nan": [name for name, p in model.named_parameters() if p.isnan().any()],
+    }
+
+
+def tokenizer(checkpoint: str) -> dict[str, Any]:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    found = get_tokenizer(checkpoint)
+    ids = found.encode(TEXT)
+    return {
+        "size": len(found),
+        "end": found.eos_token_id,
+        "comma": found.encode(","),
+        "text": found.decode(ids),
+        "largest": max(ids),
+    }
+
+
+def kl(checkpoint: str) -> dict[str, Any]:
+    from inkling_sconv import tiny
+    from sglang.test import kl_test_utils
+
+    paths = [
+        tiny.write_kl_prompts(checkpoint),
+        tiny.write_kl_prompts(checkpoint, prompt_tokens=200, samples=5),
+    ]
+    try:
+        prompts = kl_test_utils.get_input_ids(checkpoint)
+        few = kl_test_utils.get_input_ids(checkpoint, max_prompt_tokens=200, num_samples=5)
+    finally:
+        for path in paths:
+            path.unlink()
+    return {
+        "folder": str(paths[0].parent),
+        "default": [len(prompts), min(map(len, prompts)), max(map(len, prompts))],
+        "few": [len(few), min(map(len, few)), max(map(len, few))],
+        "largest": max(max(prompt) for prompt in prompts),
+    }
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise OSError(f"network use: {arguments}")
+
+
+if __name__ == "__main__":
+    socket.socket.connect = _refuse
+    socket.getaddrinfo = _refuse
+    report = main([str(Path(argument)) for argument in sys.argv[1:]])
+    print(json.dumps(report))

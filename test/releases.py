@@ -83,7 +83,8 @@ def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "INKLING_SCONV_CACHE": str(CACHE),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (path, *map(_unpacked, extra)))),
+        # This checkout's own package, whatever the installed one points at.
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "python", path, *map(_unpacked, extra)))),
         **variables,
     }
 

@@ -56,7 +56,8 @@ def doctor(
 ) -> None:
     """Ask a tree for the whole contract, on CPU tensors.
 
-    Exit 0: healthy; 1: needs the fix; 2: could not tell. Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
+    Exit 0: healthy; 1: needs the fix; 2: could not tell. Without TREE, SGLang's plugins are loaded
+    first: the answer is what a server would run.
     """
     with _errors(), opened(path) as tree:
         report = _static(tree) if static else _examine(tree, installed=path is None)

@@ -88,7 +88,13 @@ def branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> 
     if repository is None:
         raise git.GitError(f"{path}: --branch needs a git checkout that tracks the file")
     git.run(repository, "check-ref-format", "--branch", name)
-    parent = git.line(repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
+    try:
+        parent = git.line(
+            repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"
+        )
+    except git.GitError:
+        # git's own reason does not say which of the names it means.
+        raise git.GitError(f"{base}: no commit of that name in {repository}") from None
     file = _name(repository, path)
     before = git.run(repository, "cat-file", "blob", f"{parent}:{file}")
     after = edit(before)

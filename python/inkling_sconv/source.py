@@ -416,7 +416,7 @@ def _replaced(module: cst.Module, owner: cst.ClassDef, edits: _Edits) -> cst.Mod
 
 
 def _statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement, ...]:
-    code = code.replace("\n", module.default_newline)
+    code = code.replace(" " * 4, module.default_indent).replace("\n", module.default_newline)
     parsed = cst.parse_module(code, config=module.config_for_parsing)
     # A comment on the first line belongs to the header of a module of its own.
     first: Any = parsed.body[0]

@@ -119,11 +119,9 @@ def test_healed(variant, place):
         )
         unexpected = [line for line in changes(before, after) if not is_expected(line, local)]
         assert unexpected == []
-    indents = {line[: len(line) - len(line.lstrip())] for line in outside(before) if line.strip()}
-    if all(set(indent) <= {9, 10, 13} for indent in indents if indent):
-        assert not any(
-            line.startswith("+  ") and "    " in line[2:] for line in changes(before, after)
-        )
+    if "tab indentation" in variant.name:
+        added = [line[2:] for line in changes(before, after) if line[0] == "+"]
+        assert added and all(line.startswith("\t\t") and "    " not in line for line in added)
 
 
 @pytest.mark.parametrize("variant", REFUSED, ids=lambda v: v.name)

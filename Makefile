@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint format releases picture
+.PHONY: demo test lint format releases picture designs
 
 demo: releases ## what each release's draft-extend capture does, without us and with us
 	@$(BIN)/python test/demo.py
@@ -24,6 +24,9 @@ format: $(VENV)/ready
 
 picture: $(VENV)/ready ## docs/batch.svg
 	$(BIN)/python docs/draw_batch.py
+
+designs: releases ## docs/designs.md
+	$(BIN)/python test/designs.py
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

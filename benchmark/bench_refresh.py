@@ -184,6 +184,7 @@ def _nothing_kernel(
     CHUNK: triton.language.constexpr,
     WINDOW: triton.language.constexpr,
     ROWS: triton.language.constexpr,
+    COLUMNS: triton.language.constexpr,
 ):
     pass
 

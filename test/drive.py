@@ -13,12 +13,16 @@ forks a child for each, and prints the child's JSON when it is done. A job is
 ``twice``     as ``late``, then register() again.
 ``contract``  the tests of ``test/contract``.
 ``mutants``   the same tests against every mutant.
+``texts``     no plugin: the states of the classes in every file of FOLDER.
+``checks``    no plugin: what ``inkling_sconv.checks`` prints.
+``designs``   no plugin: the rows of the decision table, for the crashing tree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import logging
@@ -87,7 +91,19 @@ def states(module: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def play(scenario: str) -> dict[str, Any]:
+def texts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """``{file: states}``; each file is a module of its own beside the tree's other modules."""
+    found = {}
+    for number, path in enumerate(sorted(folder.iterdir())):
+        name = f"{PACKAGE}.text_{number}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found[path.name] = states(module)
+    return found
+
+
+def play(scenario: str, folder: str | None) -> dict[str, Any]:
     """Run one scenario in this process, which it spoils."""
     if scenario == "contract":
         with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -98,6 +114,19 @@ def play(scenario: str) -> dict[str, Any]:
         import mutants
 
         return mutants.results()
+    if scenario == "texts":
+        return texts(Path(folder))
+    if scenario == "checks":
+        from inkling_sconv import checks
+
+        sys.argv[1:] = []
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            checks.main()
+        return {"output": output.getvalue()}
+    if scenario == "designs":
+        import designs
+
+        return designs.results()
 
     from inkling_sconv import plugin, probe
     from sglang.srt.plugins import load_plugins
@@ -149,7 +178,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         if job["file"]:
             importlib.import_module(PACKAGE).__path__.insert(0, job["file"])
         try:
-            result = play(job["scenario"])
+            result = play(job["scenario"], job["file"])
         except BaseException:
             result = {"error": traceback.format_exc()}
         with os.fdopen(write, "w") as pipe:

@@ -342,14 +342,16 @@ def main() -> None:
     """Print what is found as one JSON object on the last line of standard output.
 
     With the argument ``--plugins``, SGLang's plugins are loaded first: what a server would run.
+    Another argument is the name of the backend's module in a fork that moved it.
     """
     bare, now = None, None
+    name = next((a for a in sys.argv[1:] if not a.startswith("-")), plugin.BACKEND_MODULE)
     if "--plugins" in sys.argv[1:]:
-        module = importlib.import_module(plugin.BACKEND_MODULE)
+        module = importlib.import_module(name)
         found = probe.find_backends(module)
         bare = [probe.classify(backend).state.value for backend in found]
         importlib.import_module("sglang.srt.plugins").load_plugins()
-    module = importlib.import_module(plugin.BACKEND_MODULE)
+    module = importlib.import_module(name)
     result: dict[str, Any] = {"bare": bare, "backends": []}
     for backend in probe.find_backends(module):
         now = probe.classify(backend)

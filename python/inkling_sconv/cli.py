@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -84,6 +86,7 @@ def _static(tree: Tree) -> dict[str, Any]:
 def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
     """Run ``inkling_sconv.checks`` beside ``tree`` in a process of its own."""
     report: dict[str, Any] = {"tree": str(tree.root), "rows": [], "exit": COULD_NOT_TELL}
+    module = ".".join(tree.backend.relative_to(tree.root).with_suffix("").parts)
     ours = Path(__file__).resolve().parent.parent
     paths = [str(tree.root), str(ours), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -91,7 +94,7 @@ def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-W", "ignore", "-m", "inkling_sconv.checks"]
+    command = [sys.executable, "-W", "ignore", "-m", "inkling_sconv.checks", module]
     if installed:
         command.append("--plugins")
         report["plugin"] = _plugin_state()
@@ -129,9 +132,14 @@ def _plugin_state() -> str:
 
 def _next(report: dict[str, Any]) -> str:
     state, tree = report["state"], report["tree"]
-    if report["exit"] == COULD_NOT_TELL and "No module named" in report.get("why", ""):
-        module = report["why"].split("'")[1].split(".")[0]
-        return f"pip install {module}, or judge without it: inkling-sconv doctor --static {tree}"
+    missing = re.search(
+        r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'", report.get("why", "")
+    )
+    if report["exit"] == COULD_NOT_TELL and missing:
+        module = (missing[1] or missing[2]).split(".")[0]
+        which = "" if missing[1] else " in the version that this SGLang pins"
+        static = f"inkling-sconv doctor --static {tree}"
+        return f"pip install {module}{which}, or judge without it: {static}"
     if report["exit"] == COULD_NOT_TELL:
         return f"inkling-sconv doctor --static {tree}"
     if report["exit"] == HEALTHY:
@@ -191,7 +199,7 @@ def apply(
             print(f"{file}: nothing to do; the guard is there")
             return
         if diff:
-            sys.stdout.write(_diff(file, before, after))
+            sys.stdout.write(_diff(_relative(tree, file), before, after))
         if check or diff:
             if check:
                 print(f"{file}: would be rewritten")
@@ -286,9 +294,17 @@ def _name_in_repository(tree: Tree, file: Path) -> Path:
     return Path("python") / file.relative_to(tree.root)
 
 
-def _diff(file: Path, before: bytes, after: bytes) -> str:
-    old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
-    return "".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}"))
+def _relative(tree: Tree, file: Path) -> Path:
+    """The file's name from where ``git apply`` or ``patch -p1`` is run."""
+    return file.relative_to(tree.root.parent if tree.root.name == "python" else tree.root)
+
+
+def _diff(name: Path, before: bytes, after: bytes) -> str:
+    # Only a newline ends a line of a patch; splitlines() ends one at a form feed too.
+    old, new = (
+        list(io.StringIO(text.decode(errors="replace"), newline="\n")) for text in (before, after)
+    )
+    return "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
 
 
 # ------------------------------------------------------------------------------ tiny, verify

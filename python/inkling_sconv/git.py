@@ -26,8 +26,12 @@ def run(
     except FileNotFoundError:
         raise GitError("git is not installed") from None
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").splitlines()
-        reason = next((line for line in lines if line.strip()), "it says nothing")
+        said = error.stderr.decode(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()] or ["it says nothing"]
+        # The advice that git gives comes before the reason, or after it.
+        reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[0])
+        if "tell me who you are" in said:
+            reason = "no author; set user.name and user.email with git config"
         raise GitError(f"git {arguments[0]} failed in {folder}: {reason.strip()}") from None
 
 

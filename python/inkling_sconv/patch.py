@@ -8,7 +8,17 @@ from pathlib import Path
 
 from inkling_sconv import git
 
-SUBJECT = "[Fix] Inkling: capture draft-extend graphs without prefix lengths"
+# No [Fix]: git am takes brackets off a subject.
+SUBJECT = "Fix Inkling draft-extend capture without prefix lengths"
+# What a user's configuration of git could leave out, and git am needs.
+FORMAT = (
+    "--no-signature",
+    "--no-cover-letter",
+    "--no-attach",
+    "--unified=3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
 BODY = """\
 Problem: with MTP (--speculative-algorithm EAGLE --enable-multi-layer-eagle) the server dies while
 it captures its draft-extend graphs:
@@ -61,9 +71,7 @@ def mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> bytes
         if after == before:
             return None
         made = _commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", variables)
-        return git.run(
-            repository, "format-patch", "-1", "--stdout", "--no-signature", made, env=variables
-        )
+        return git.run(repository, "format-patch", "-1", "--stdout", *FORMAT, made, env=variables)
 
 
 def branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> str | None:
@@ -80,7 +88,13 @@ def branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> 
     if repository is None:
         raise git.GitError(f"{path}: --branch needs a git checkout that tracks the file")
     git.run(repository, "check-ref-format", "--branch", name)
-    parent = git.line(repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
+    try:
+        parent = git.line(
+            repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"
+        )
+    except git.GitError:
+        # git's own reason does not say which of the names it means.
+        raise git.GitError(f"{base}: no commit of that name in {repository}") from None
     file = _name(repository, path)
     before = git.run(repository, "cat-file", "blob", f"{parent}:{file}")
     after = edit(before)

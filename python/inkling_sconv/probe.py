@@ -162,7 +162,12 @@ class Rig:
         metadata = self.backend.sconv_metadata
         metadata.query_start_loc = self.tensor(query_start_loc, torch.int32)
         metadata.track_conv_indices = None
-        getattr(self.backend, REFRESH)(batch, on_graph_path)
+        method = getattr(self.backend, REFRESH)
+        _, graph = list(inspect.signature(method).parameters.values())[:2]
+        if graph.kind is graph.KEYWORD_ONLY:
+            method(batch, **{graph.name: on_graph_path})
+        else:
+            method(batch, on_graph_path)
         indices: torch.Tensor | None = metadata.track_conv_indices
         return indices
 

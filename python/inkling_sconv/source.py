@@ -7,11 +7,13 @@ and nothing here writes a file.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +29,7 @@ PREFIX_LENS = "extend_prefix_lens"
 STATIC_ROWS = "_graph_track_conv_indices"
 INERT_FIELDS = "_inert_track_fields"
 MAX_BYTES = 1 << 20
+MAX_DEPTH = 200
 
 
 class RefusedError(ValueError):
@@ -75,7 +78,8 @@ def fix(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None)
     if found in (Shape.GUARDED, Shape.EXEMPT):
         return Edit(found, text)
     if found is Shape.ABSENT:
-        raise RefusedError(f"no class here defines {REFRESH}")
+        what = "defines" if not methods else f"reads BATCH.{PREFIX_LENS} in"
+        raise RefusedError(f"no class here {what} {REFRESH}")
     if found is Shape.UNTRACKED and not inert_fill:
         raise RefusedError(
             f"{REFRESH} fills no inert track fields, so the guard alone would change nothing; "
@@ -133,10 +137,16 @@ class _Method:
 
     @cached_property
     def binding(self) -> cst.Assign | cst.AnnAssign | None:
-        """The first ``NAME = BATCH.extend_prefix_lens``."""
+        """The first ``NAME = BATCH.extend_prefix_lens``, with no other target."""
         for load in self.loads:
             assign = self.parents[load]
-            if isinstance(assign, cst.Assign | cst.AnnAssign) and _bound_names(assign):
+            if isinstance(assign, cst.AnnAssign) and isinstance(assign.target, cst.Name):
+                return assign
+            if (
+                isinstance(assign, cst.Assign)
+                and len(assign.targets) == 1
+                and isinstance(assign.targets[0].target, cst.Name)
+            ):
                 return assign
         return None
 
@@ -163,15 +173,36 @@ class _Method:
 
     @cached_property
     def guards(self) -> list[cst.CSTNode]:
-        """Conjunctions of a None prefix and the graph path."""
+        """Where the prefix lengths are replaced if they are None and this is the graph path."""
         return [
             node
             for node in self.nodes
-            if isinstance(node, cst.BooleanOperation)
-            and isinstance(node.operator, cst.And)
-            and any(test in (node.left, node.right) for test in self.none_tests)
-            and any(_is_name(side, self.graph) for side in (node.left, node.right))
+            if isinstance(node, cst.If | cst.IfExp)
+            and self._asks_for_missing_on_graph(node)
+            and (isinstance(node, cst.IfExp) or self._binds_local(node.body))
+            # A second call on one batch finds the mask filled, and passes the fill's branch by.
+            and not any(
+                isinstance(outer, cst.If) and any(fill in _walk(outer) for fill in self.fills)
+                for outer in self.path(node)
+            )
         ]
+
+    def _asks_for_missing_on_graph(self, node: cst.If | cst.IfExp) -> bool:
+        test = node.test
+        if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+            sides = (test.left, test.right)
+            return any(none in sides for none in self.none_tests) and any(
+                _is_name(side, self.graph) for side in sides
+            )
+        return test in self.none_tests and any(
+            isinstance(outer, cst.If)
+            and _is_name(outer.test, self.graph)
+            and node in _walk(outer.body)
+            for outer in self.path(node)
+        )
+
+    def _binds_local(self, body: cst.CSTNode) -> bool:
+        return any(self.local in _bound_names(node) for node in _walk(body))
 
     @cached_property
     def fills(self) -> list[cst.CSTNode]:
@@ -194,11 +225,16 @@ class _Method:
 
     @property
     def is_exempt(self) -> bool:
-        """Whether it asks for draft-extend, to leave it alone."""
+        """Whether it returns where it is asked for draft-extend."""
         return any(
-            isinstance(node, cst.Call)
-            and isinstance(node.func, cst.Attribute)
-            and node.func.attr.value.startswith("is_draft_extend")
+            isinstance(node, cst.If)
+            and _ends_in_return(node)
+            and any(
+                isinstance(inner, cst.Call)
+                and isinstance(inner.func, cst.Attribute)
+                and inner.func.attr.value.startswith("is_draft_extend")
+                for inner in _walk(node.test)
+            )
             for node in self.nodes
         )
 
@@ -220,12 +256,36 @@ class _Method:
 def _parse(text: bytes) -> cst.Module:
     if len(text) > MAX_BYTES:
         raise RefusedError(f"the file has {len(text)} bytes; this edits at most {MAX_BYTES}")
+    _check_python(text)
     try:
-        return cst.parse_module(text)
+        module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
         raise RefusedError(f"not Python at line {error.raw_line}: {error.message}") from None
     except (UnicodeDecodeError, LookupError, ValueError) as error:
         raise RefusedError(f"cannot be read as text: {error}") from None
+    if module.bytes != text:
+        raise RefusedError("its bytes cannot be reproduced; are its line ends a lone CR?")
+    return module
+
+
+def _check_python(text: bytes) -> None:
+    """Refuse what LibCST would die of: its parser overflows the stack on deep expressions."""
+    deep = RefusedError(f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            level: list[ast.AST] = [ast.parse(text)]
+    except SyntaxError as error:
+        place = "" if error.lineno is None else f" at line {error.lineno}"
+        raise RefusedError(f"not Python{place}: {error.msg}") from None
+    except ValueError as error:
+        raise RefusedError(f"not Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise deep from None
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise deep
 
 
 def _walk(
@@ -268,12 +328,21 @@ def _is_field(node: cst.CSTNode, owner: str, name: str) -> bool:
     )
 
 
+def _names_field(node: cst.CSTNode) -> bool:
+    """Whether this reads the prefix lengths of anything, or spells the field's name in full."""
+    return (isinstance(node, cst.Attribute) and _is_name(node.attr, PREFIX_LENS)) or (
+        isinstance(node, cst.SimpleString) and node.raw_value == PREFIX_LENS
+    )
+
+
 def _bound_names(assign: cst.CSTNode) -> list[str]:
     """The plain names that an assignment binds."""
     if isinstance(assign, cst.Assign):
         targets: list[cst.CSTNode] = [target.target for target in assign.targets]
-    elif isinstance(assign, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
+    elif isinstance(assign, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For | cst.CompFor):
         targets = [assign.target]
+    elif isinstance(assign, cst.AsName):
+        targets = [assign.name]
     else:
         return []
     # A field or an item that is assigned to binds no name.
@@ -347,7 +416,7 @@ def _replaced(module: cst.Module, owner: cst.ClassDef, edits: _Edits) -> cst.Mod
 
 
 def _statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement, ...]:
-    code = code.replace("\n", module.default_newline)
+    code = code.replace(" " * 4, module.default_indent).replace("\n", module.default_newline)
     parsed = cst.parse_module(code, config=module.config_for_parsing)
     # A comment on the first line belongs to the header of a module of its own.
     first: Any = parsed.body[0]
@@ -365,6 +434,8 @@ def _guard(method: _Method) -> _Edits:
         anchor = method.parents[method.binding]
         if method.parents[anchor] is not block:
             raise method.refused(anchor, f"{local} is bound in a block of its own")
+        if anchor.body[-1] is not method.binding:  # type: ignore[attr-defined]
+            raise method.refused(anchor, f"more follows on its line, where {local} is bound")
     for fill in method.fills:
         if method.order[fill] >= method.order[anchor]:
             raise method.refused(fill, f"the inert fill comes after {PREFIX_LENS} is read")
@@ -393,6 +464,12 @@ def _check_names(method: _Method) -> None:
             method.none_tests[0], f"a missing {PREFIX_LENS} is treated here already, another way"
         )
     for node in method.nodes:
+        if _names_field(node) and node not in method.loads:
+            raise method.refused(node, f"{PREFIX_LENS} is read through another name")
+        if isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del) and any(
+            load in _walk(node) for load in method.loads
+        ):
+            raise method.refused(node, f"{PREFIX_LENS} of the batch is assigned")
         names = _bound_names(node)
         if method.batch in names or method.graph in names:
             raise method.refused(node, f"{' and '.join(names)} is assigned anew")
@@ -483,18 +560,23 @@ def _is_early_return(node: cst.CSTNode, batch: str) -> bool:
     """``if BATCH.mamba_track_mask is None: ...; return``."""
     if not isinstance(node, cst.If) or node.orelse is not None:
         return False
-    test, last = node.test, node.body.body[-1]
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
+    test = node.test
     return (
         isinstance(test, cst.Comparison)
         and _is_field(test.left, batch, "mamba_track_mask")
         and len(test.comparisons) == 1
         and isinstance(test.comparisons[0].operator, cst.Is)
         and _is_name(test.comparisons[0].comparator, "None")
-        and isinstance(last, cst.Return)
-        and (last.value is None or _is_name(last.value, "None"))
+        and _ends_in_return(node)
     )
+
+
+def _ends_in_return(node: cst.If) -> bool:
+    """Whether the last statement of the ``if`` is a return of nothing."""
+    last = node.body.body[-1]
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, cst.Return) and (last.value is None or _is_name(last.value, "None"))
 
 
 def _allocates_rows(node: cst.CSTNode) -> bool:

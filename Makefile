@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint format releases picture designs
+.PHONY: evidence demo test lint format releases picture designs
 
 demo: releases ## what each release's draft-extend capture does, without us and with us
 	@$(BIN)/python test/demo.py
@@ -27,6 +27,9 @@ picture: $(VENV)/ready ## docs/batch.svg
 
 designs: releases ## docs/designs.md
 	$(BIN)/python test/designs.py
+
+evidence: $(VENV)/ready ## docs/evidence.md, from docs/evidence/
+	$(BIN)/python docs/write_evidence.py
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,15 @@ def applied(tree: Path) -> Path:
 
 
 def record(name: str, **figures: Any) -> None:
-    """Keep figures of a test for ``docs/evidence.md``."""
-    (LOGS / f"{name}.json").write_text(json.dumps(figures, indent=1, default=asdict))
+    """Keep figures of a test, and what they were measured on, for ``docs/evidence.md``."""
+    machine = {
+        "GPU": torch.cuda.get_device_name(),
+        "CUDA": torch.version.cuda,
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("sglang", "torch", "triton")},
+    }
+    for stem, content in ((name, figures), ("machine", machine)):
+        (LOGS / f"{stem}.json").write_text(json.dumps(content, indent=1, default=asdict))
 
 
 class _GuardRemover(cst.CSTTransformer):

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
-from inkling_sconv import exact, source
+from inkling_sconv import checks, exact, source
 from inkling_sconv.server import BASE_OPTIONS, Server
 from inkling_sconv.tiny import VOCABULARY
 from inkling_sconv.tree import find
@@ -52,6 +52,11 @@ class PrefillIsExact:
 
     def check(self, comparison: exact.Comparison) -> None:
         self.figures[comparison.name] = comparison
+        if not comparison.exact and checks.leaves_stale_rows():
+            self.skipTest(
+                "this SGLang's prefill runner leaves stale track rows (#34184): "
+                f"{comparison.differing} of {comparison.compared} floats differ"
+            )
         self.assertTrue(comparison.exact, comparison)
 
     def test_decode_equals_a_cold_prefill(self) -> None:

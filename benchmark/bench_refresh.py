@@ -545,7 +545,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     gpu = torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
     about = machine()

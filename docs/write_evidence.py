@@ -83,7 +83,7 @@ def facts() -> Iterator[tuple[str, ...]]:
 
 
 def designs() -> Iterator[str]:
-    """Design by check, from the records of test/gpu/test_designs.py."""
+    """Design by check, from the records of test/gpu/test_designs_gpu.py."""
     records = {
         path.stem.removeprefix("design-"): json.loads(path.read_text())
         for path in sorted(RECORDS.glob("design-*.json"))
@@ -155,7 +155,7 @@ difference was not shown. The outputs are the same: the target verifies every to
 
 ## Rejected designs in real CUDA graphs
 
-`test/gpu/test_designs.py`; a figure is the number of sizes or replays that went wrong.
+`test/gpu/test_designs_gpu.py`; a figure is the number of sizes or replays that went wrong.
 """
 
 

@@ -152,7 +152,8 @@ class Server:
             raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
         try:
             return answer.json()
-        except requests.JSONDecodeError:
+        # Not JSONDecodeError alone: an integer can be too long, a list too deep.
+        except (ValueError, RecursionError):
             return answer.text
 
     def flush(self) -> None:
@@ -183,12 +184,12 @@ class Server:
                 "logprob_start_len": scored_from,
             },
         )
-        if not (
-            isinstance(answers, list)
-            and len(answers) == len(input_ids)
-            and all(isinstance(a, dict) and isinstance(a.get("meta_info"), dict) for a in answers)
-        ):
+        if not (isinstance(answers, list) and len(answers) == len(input_ids)):
             raise self.error(f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}")
+        for answer in answers:
+            lacking = _lacking(answer, new_tokens, scored=scored_from >= 0)
+            if lacking is not None:
+                raise self.error(f"/generate: {lacking}: {str(answer)[:200]!r}")
         return answers
 
     def stream(self, input_ids: Sequence[int], new_tokens: int) -> list[list[int]]:
@@ -223,6 +224,45 @@ class Server:
         if seen != new_tokens:
             raise self.error(f"stream: {seen} tokens of {new_tokens}")
         return groups
+
+
+def _lacking(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
+    """What an answer to ``generate`` has not, or not in the form that is read; None if nothing."""
+    if not (isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict)):
+        return "no meta_info"
+    meta = answer["meta_info"]
+    for name in ("cached_tokens", "completion_tokens", "spec_verify_ct"):
+        # A server that does not speculate counts no verifications.
+        if name in meta or name != "spec_verify_ct":
+            count = meta.get(name)
+            if type(count) is not int or not 0 <= count < 2**53:
+                return f"{name} is no count"
+    if scored and not _are_logprobs(meta.get("input_token_logprobs")):
+        return "no input_token_logprobs"
+    # Nothing is read of a generation of no tokens; SGLang still samples one.
+    if new_tokens:
+        tokens = answer.get("output_ids")
+        if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+            return "no output_ids"
+        if len(tokens) != new_tokens:
+            return f"{len(tokens)} output_ids of {new_tokens}"
+        scores = meta.get("output_token_logprobs")
+        if not (_are_logprobs(scores) and len(scores) == new_tokens):
+            return f"no {new_tokens} output_token_logprobs"
+    return None
+
+
+def _are_logprobs(entries: Any) -> bool:
+    return (
+        isinstance(entries, list)
+        and len(entries) > 0
+        and all(isinstance(entry, list) and entry and _is_logprob(entry[0]) for entry in entries)
+    )
+
+
+def _is_logprob(value: Any) -> bool:
+    # None: SGLang's JSON writer has it for NaN too. The bound: an int that a double holds.
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
 
 
 def last_exception(log: Path) -> str | None:

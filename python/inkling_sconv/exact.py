@@ -90,7 +90,7 @@ def decode_against_prefill(
     answers = server.generate(inputs, new_tokens)
     whole = [[*ids, *answer["output_ids"]] for ids, answer in zip(inputs, answers, strict=True)]
     server.flush()
-    cold = server.generate(whole, 0, scored_from=0)
+    cold = _cold(server, server.generate(whole, 0, scored_from=0))
     decoded = [_logprobs(answer, "output") for answer in answers]
     scored = [
         _logprobs(answer, "input")[-len(mine) :] for answer, mine in zip(cold, decoded, strict=True)
@@ -119,7 +119,7 @@ def hit_against_cold(
     cold = []
     for request in requests:
         server.flush()
-        cold.append(ask(*request))
+        cold += _cold(server, [ask(*request)])
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
     same_tokens = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
     return compare(
@@ -171,6 +171,14 @@ def accept_length(answers: Sequence[dict[str, Any]]) -> float:
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return float(tokens / steps) if steps else 0.0
+
+
+def _cold(server: Server, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, which reused nothing: else they would be compared with their like."""
+    reused = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    if any(reused):
+        raise server.error(f"the prefix cache was not emptied: {reused} tokens reused after it")
+    return answers
 
 
 def _logprobs(answer: dict[str, Any], side: str) -> list[float]:

@@ -213,13 +213,17 @@ class Server:
             with requests.post(
                 f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
             ) as answer:
+                if answer.status_code != 200:
+                    raise self.error(f"stream: status {answer.status_code}: {answer.text[:200]!r}")
                 for line in answer.iter_lines():
                     if not line.startswith(b"data: {"):
                         continue
                     output = json.loads(line[len(b"data: ") :])["output_ids"]
+                    if not isinstance(output, list) or len(output) < seen:
+                        raise self.error(f"stream: after {seen} tokens: {str(output)[:200]!r}")
                     groups.append(output[seen:])
                     seen = len(output)
-        except (requests.RequestException, ValueError, KeyError) as error:
+        except (requests.RequestException, ValueError, KeyError, RecursionError) as error:
             raise self.error(f"stream: broke off ({type(error).__name__})") from None
         if seen != new_tokens:
             raise self.error(f"stream: {seen} tokens of {new_tokens}")

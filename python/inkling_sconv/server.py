@@ -77,6 +77,11 @@ class Server:
         self.command = [*command, *arguments]
         self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
+        self.session = requests.Session()
+        # No proxy of the environment's: it cannot reach this machine's own loopback.
+        self.session.trust_env = False
+        # No connection is kept: the server may drop an idle one as the next request is sent.
+        self.session.headers["Connection"] = "close"
 
     @property
     def url(self) -> str:
@@ -111,7 +116,7 @@ class Server:
             if self.process.poll() is not None:
                 raise self.error(f"it ended with {self.process.returncode} before it served")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if self.session.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(0.5)
         raise self.error(f"it did not serve within {self.start_seconds:.0f} s")
@@ -145,7 +150,7 @@ class Server:
             ServerError: no answer, an error status, or the server is gone.
         """
         try:
-            answer = requests.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
+            answer = self.session.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
         except requests.RequestException as error:
             raise self.error(f"{path}: no answer ({type(error).__name__})") from None
         if answer.status_code != 200:
@@ -210,7 +215,7 @@ class Server:
         groups: list[list[int]] = []
         seen = 0
         try:
-            with requests.post(
+            with self.session.post(
                 f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
             ) as answer:
                 if answer.status_code != 200:

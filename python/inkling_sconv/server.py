@@ -112,14 +112,17 @@ class Server:
     def _wait(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + self.start_seconds
-        while time.monotonic() < deadline:
+        why = ""
+        while (left := deadline - time.monotonic()) > 0:
             if self.process.poll() is not None:
                 raise self.error(f"it ended with {self.process.returncode} before it served")
             with contextlib.suppress(requests.RequestException):
-                if self.session.get(f"{self.url}/health", timeout=5).status_code == 200:
+                status = self.session.get(f"{self.url}/health", timeout=min(5, left)).status_code
+                if status == 200:
                     return
-            time.sleep(0.5)
-        raise self.error(f"it did not serve within {self.start_seconds:.0f} s")
+                why = f" (/health: status {status})"
+            time.sleep(min(0.5, left))
+        raise self.error(f"it did not serve within {self.start_seconds:.0f} s{why}")
 
     def stop(self) -> None:
         """End the server's process group: politely, then not."""

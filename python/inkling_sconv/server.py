@@ -54,8 +54,8 @@ class ServerError(RuntimeError):
 class Server:
     """``python -m sglang.launch_server --model-path MODEL OPTIONS`` on a free port.
 
-    Use as a context manager. Entering waits until the server answers; leaving ends it and every
-    process that it started, whatever happened. The log stays.
+    Use as a context manager. Entering waits until the server answers; leaving ends its process
+    group, whatever happened. The log stays.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Server:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A group of its own: one signal reaches the scheduler and the detokenizer too.
-                start_new_session=True,
-            )
         try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # A group of its own: one signal reaches the scheduler and the detokenizer too.
+                    start_new_session=True,
+                )
             self._wait()
         except BaseException:
             self.stop()
@@ -125,21 +125,30 @@ class Server:
         raise self.error(f"it did not serve within {self.start_seconds:.0f} s{why}")
 
     def stop(self) -> None:
-        """End the server's process group: politely, then not."""
+        """End the server's process group: with SIGTERM, then with SIGKILL.
+
+        A second Ctrl-C while this waits goes to SIGKILL at once.
+        """
+        self.session.close()
         if self.process is None:
             return
+        try:
+            self._signal(signal.SIGTERM, GRACE_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL, 5)
+
+    def _signal(self, number: signal.Signals, seconds: float) -> None:
+        """Send a signal to what lives of the group, and wait for its end."""
+        assert self.process is not None
         group = self.process.pid
-        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+        deadline = time.monotonic() + seconds
+        if _lives(group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                self.process.poll()
-                try:
-                    os.killpg(group, 0)
-                except ProcessLookupError:
-                    return
-                time.sleep(0.1)
+        # The leader is reaped last: until then, its id is nobody else's.
+        while _lives(group) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.process.poll()
 
     def error(self, what: str) -> ServerError:
         """The error for ``what``, with the last exception of the log on top."""
@@ -285,6 +294,20 @@ def last_exception(log: Path) -> str | None:
             match = _EXCEPTION.match(line.strip())
             found = match.group(1) if match else found
     return found
+
+
+def _lives(group: int) -> bool:
+    """Whether a process group has a process that has not ended.
+
+    Zombies have: where process 1 is no init, as in many a container, they stay.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may hold anything.
+            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _free_port() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import requests
 
 HOST = "127.0.0.1"
+PORTS = (20000, 30000)
 # 30 s to end by itself: the scheduler gives its CUDA context back.
 GRACE_SECONDS = 30
 _EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
@@ -311,7 +313,11 @@ def _lives(group: int) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port: int = free.getsockname()[1]
-        return port
+    # Below the ports of outgoing connections (32768 to 60999): the server listens a minute later,
+    # and by then one of its own connections may have taken a port of that range.
+    for _ in range(100):
+        port = random.randrange(*PORTS)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind((HOST, port))
+            return port
+    raise ServerError(f"no free port among 100 from {PORTS[0]} to {PORTS[1]}")

@@ -347,6 +347,8 @@ def verify(
     lacking = verification.missing()
     if lacking is not None:
         _fail(f"verify: {lacking}")
+    if not timeout > 0:
+        _fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
     # As Ctrl-C does it: the server is ended on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)
@@ -354,7 +356,10 @@ def verify(
         if model is None:
             model = Path(folder) / "tiny"
             checkpoint.write(model)
-        vocabulary = verification.vocabulary(model)
+        try:
+            vocabulary = verification.vocabulary(model)
+        except ValueError as error:
+            _fail(f"verify: {error}")
         with console.status("") as status:
             result = verification.verify(
                 model, log, status.update, vocabulary=vocabulary, start_seconds=timeout
@@ -394,7 +399,7 @@ class _errors:  # noqa: N801
         if isinstance(error, TreeError | RefusedError | GitError | ReplaceError):
             _fail(str(error))
         if isinstance(error, OSError):
-            _fail(f"{error.filename}: {error.strerror}")
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _say(message: str) -> None:

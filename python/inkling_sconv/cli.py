@@ -349,8 +349,10 @@ def verify(
         _fail(f"verify: {lacking}")
     if not timeout > 0:
         _fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
-    # As Ctrl-C does it: the server is ended on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As Ctrl-C does it: the server is ended on the way out. What nohup ignores stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     console = Console(stderr=True)
     with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:

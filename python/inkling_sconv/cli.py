@@ -341,7 +341,6 @@ def verify(
     import signal
     import tempfile
 
-    from inkling_sconv import tiny as checkpoint
     from inkling_sconv import verify as verification
 
     lacking = verification.missing()
@@ -356,6 +355,8 @@ def verify(
     console = Console(stderr=True)
     with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
+            from inkling_sconv import tiny as checkpoint
+
             model = Path(folder) / "tiny"
             checkpoint.write(model)
         try:
@@ -374,6 +375,9 @@ def verify(
 
 
 def _show_result(result: Any) -> None:
+    if not result.comparisons:
+        print(f"failed: {result.error}")
+        return
     table = Table()
     for heading in ("compared", "floats", "differ", "largest", "cached tokens"):
         table.add_column(heading)

@@ -1,11 +1,12 @@
-# Everything runs in .venv, beside a real SGLang. A second run of a target sets nothing up again.
+# Everything runs in .venv, beside a real SGLang; only gpu-test runs in PYTHON itself.
+# A second run of a target sets nothing up again.
 PYTHON ?= python3
 SGLANG ?= sglang==0.5.23
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint format releases picture designs
+.PHONY: demo test lint format releases picture designs gpu-test
 
 demo: releases ## what each release's draft-extend capture does, without us and with us
 	@$(BIN)/python test/demo.py
@@ -27,6 +28,9 @@ picture: $(VENV)/ready ## docs/batch.svg
 
 designs: releases ## docs/designs.md
 	$(BIN)/python test/designs.py
+
+gpu-test: ## what needs a GPU, in PYTHON, which has SGLang: SHARD=k one part of it, FORCE=1 again
+	@$(PYTHON) test/shards.py $(if $(SHARD),'$(SHARD)') $(if $(filter 1,$(FORCE)),--force)
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

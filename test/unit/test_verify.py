@@ -487,6 +487,7 @@ FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 LISTS = st.lists(st.lists(FLOAT, max_size=5), max_size=5)
 
 
+@settings(deadline=None)
 @given(LISTS, LISTS)
 def test_compare_is_symmetric_and_bounded(left, right):
     one, other = exact.compare("a", left, right), exact.compare("a", right, left)
@@ -496,6 +497,7 @@ def test_compare_is_symmetric_and_bounded(left, right):
     assert one.exact is (one.compared > 0 and one.differing == 0)
 
 
+@settings(deadline=None)
 @given(LISTS, LISTS)
 def test_compare_counts_every_position(left, right):
     one = exact.compare("a", left, right)
@@ -504,6 +506,7 @@ def test_compare_counts_every_position(left, right):
     assert one.compared == sum(lengths) + sum(max(len(floats), 1) for floats in unpaired)
 
 
+@settings(deadline=None)
 @given(LISTS)
 def test_a_list_differs_from_itself_only_in_nan(floats):
     one = exact.compare("a", floats, floats)
@@ -511,6 +514,7 @@ def test_a_list_differs_from_itself_only_in_nan(floats):
     assert one.largest == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-1e9, -1e-9), min_size=1), min_size=1), st.data())
 def test_a_changed_float_is_found(floats, data):
     row = data.draw(st.integers(0, len(floats) - 1))
@@ -523,6 +527,7 @@ def test_a_changed_float_is_found(floats, data):
     assert (one.differing, one.largest) == (int(difference > 0), difference)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(FLOAT.filter(lambda x: x == x)), min_size=1), st.data())
 def test_a_float_too_few_is_found(floats, data):
     row = data.draw(st.integers(0, len(floats) - 1))

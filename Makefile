@@ -1,11 +1,12 @@
-# Everything runs in .venv, beside a real SGLang. A second run of a target sets nothing up again.
+# Everything runs in .venv, beside a real SGLang; gpu-test and upstream-suites alone run in PYTHON itself.
+# A second run of a target sets nothing up again.
 PYTHON ?= python3
 SGLANG ?= sglang==0.5.23
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: evidence demo test lint format releases picture designs
+.PHONY: demo test lint format releases picture designs evidence gpu-test upstream-suites
 
 demo: releases ## what each release's draft-extend capture does, without us and with us
 	@$(BIN)/python test/demo.py
@@ -30,6 +31,12 @@ designs: releases ## docs/designs.md
 
 evidence: $(VENV)/ready ## docs/evidence.md, from docs/evidence/
 	$(BIN)/python docs/write_evidence.py
+
+gpu-test: ## what needs a GPU, in PYTHON, which has SGLang: SHARD=k one part of it, FORCE=1 again
+	@$(PYTHON) test/shards.py $(if $(SHARD),'$(SHARD)') $(if $(filter 1,$(FORCE)),--force)
+
+upstream-suites: ## SGLang's own Inkling suites, from SGLANG_DIR=your checkout, with the plugin
+	@$(PYTHON) test/upstream.py '$(SGLANG_DIR)'
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

@@ -341,20 +341,28 @@ def verify(
     import signal
     import tempfile
 
-    from inkling_sconv import tiny as checkpoint
     from inkling_sconv import verify as verification
 
     lacking = verification.missing()
     if lacking is not None:
         _fail(f"verify: {lacking}")
-    # As Ctrl-C does it: the server is ended on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if not timeout > 0:
+        _fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
+    # As Ctrl-C does it: the server is ended on the way out. What nohup ignores stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     console = Console(stderr=True)
     with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
+            from inkling_sconv import tiny as checkpoint
+
             model = Path(folder) / "tiny"
             checkpoint.write(model)
-        vocabulary = verification.vocabulary(model)
+        try:
+            vocabulary = verification.vocabulary(model)
+        except ValueError as error:
+            _fail(f"verify: {error}")
         with console.status("") as status:
             result = verification.verify(
                 model, log, status.update, vocabulary=vocabulary, start_seconds=timeout
@@ -367,6 +375,9 @@ def verify(
 
 
 def _show_result(result: Any) -> None:
+    if not result.comparisons:
+        print(f"failed: {result.error}")
+        return
     table = Table()
     for heading in ("compared", "floats", "differ", "largest", "cached tokens"):
         table.add_column(heading)
@@ -394,7 +405,7 @@ class _errors:  # noqa: N801
         if isinstance(error, TreeError | RefusedError | GitError | ReplaceError):
             _fail(str(error))
         if isinstance(error, OSError):
-            _fail(f"{error.filename}: {error.strerror}")
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _say(message: str) -> None:

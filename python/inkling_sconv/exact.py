@@ -6,10 +6,11 @@ averaged.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from inkling_sconv.server import Server
@@ -17,7 +18,7 @@ from inkling_sconv.server import Server
 
 @dataclass(frozen=True)
 class Comparison:
-    """``differing`` of ``compared`` floats differ, the most by ``largest``.
+    """``differing`` of ``compared`` floats differ, the finite ones by ``largest`` at most.
 
     ``cached`` are the prefix tokens that each request reused, ``detail`` what else there is to say.
     """
@@ -42,14 +43,34 @@ def compare(
     cached: Sequence[int] = (),
     detail: str = "",
 ) -> Comparison:
-    """Compare two lists of float lists, float by float. Lengths that differ count as differing."""
-    differences, compared, missing = [], 0, abs(len(left) - len(right))
-    for mine, theirs in zip(left, right, strict=False):
-        compared += len(mine)
-        missing += abs(len(mine) - len(theirs))
+    """Compare two lists of float lists, float by float.
+
+    A float without a partner differs, and so does a list without one, even an empty list. NaN
+    differs from everything; zeros of either sign are equal.
+    """
+    compared = differing = 0
+    differences = []
+    for mine, theirs in zip_longest(left, right):
+        if mine is None or theirs is None:
+            unpaired = max(len(mine or theirs or ()), 1)
+            compared, differing = compared + unpaired, differing + unpaired
+            continue
+        compared += max(len(mine), len(theirs))
+        differing += abs(len(mine) - len(theirs))
         differences += [abs(a - b) for a, b in zip(mine, theirs, strict=False) if a != b]
-    largest = max(differences, default=0.0)
-    return Comparison(name, compared, len(differences) + missing, largest, tuple(cached), detail)
+    # max() over NaN depends on the order; and JSON has neither NaN nor infinity.
+    finite = [difference for difference in differences if math.isfinite(difference)]
+    if len(finite) < len(differences):
+        note = f"{len(differences) - len(finite)} not finite"
+        detail = f"{detail}; {note}" if detail else note
+    return Comparison(
+        name,
+        compared,
+        differing + len(differences),
+        max(finite, default=0.0),
+        tuple(cached),
+        detail,
+    )
 
 
 def prompts(count: int, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -69,7 +90,7 @@ def decode_against_prefill(
     answers = server.generate(inputs, new_tokens)
     whole = [[*ids, *answer["output_ids"]] for ids, answer in zip(inputs, answers, strict=True)]
     server.flush()
-    cold = server.generate(whole, 0, scored_from=0)
+    cold = _cold(server, server.generate(whole, 0, scored_from=0))
     decoded = [_logprobs(answer, "output") for answer in answers]
     scored = [
         _logprobs(answer, "input")[-len(mine) :] for answer, mine in zip(cold, decoded, strict=True)
@@ -98,7 +119,7 @@ def hit_against_cold(
     cold = []
     for request in requests:
         server.flush()
-        cold.append(ask(*request))
+        cold += _cold(server, [ask(*request)])
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
     same_tokens = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
     return compare(
@@ -152,7 +173,17 @@ def accept_length(answers: Sequence[dict[str, Any]]) -> float:
     return float(tokens / steps) if steps else 0.0
 
 
+def _cold(server: Server, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, which reused nothing: else they would be compared with their like."""
+    reused = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    if any(reused):
+        raise server.error(f"the prefix cache was not emptied: {reused} tokens reused after it")
+    return answers
+
+
 def _logprobs(answer: dict[str, Any], side: str) -> list[float]:
-    # The first token of a prompt has no logprob.
-    scored = answer["meta_info"][f"{side}_token_logprobs"]
-    return [entry[0] for entry in scored if entry[0] is not None]
+    scored = [entry[0] for entry in answer["meta_info"][f"{side}_token_logprobs"]]
+    # The first token of a prompt has no logprob. Any other None was a NaN: JSON has none.
+    if side == "input" and scored[0] is None:
+        del scored[0]
+    return [math.nan if logprob is None else logprob for logprob in scored]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import requests
 
 HOST = "127.0.0.1"
+PORTS = (20000, 30000)
 # 30 s to end by itself: the scheduler gives its CUDA context back.
 GRACE_SECONDS = 30
 _EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
@@ -54,8 +56,8 @@ class ServerError(RuntimeError):
 class Server:
     """``python -m sglang.launch_server --model-path MODEL OPTIONS`` on a free port.
 
-    Use as a context manager. Entering waits until the server answers; leaving ends it and every
-    process that it started, whatever happened. The log stays.
+    Use as a context manager. Entering waits until the server answers; leaving ends its process
+    group, whatever happened. The log stays.
     """
 
     def __init__(
@@ -77,6 +79,11 @@ class Server:
         self.command = [*command, *arguments]
         self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
+        self.session = requests.Session()
+        # No proxy of the environment's: it cannot reach this machine's own loopback.
+        self.session.trust_env = False
+        # No connection is kept: the server may drop an idle one as the next request is sent.
+        self.session.headers["Connection"] = "close"
 
     @property
     def url(self) -> str:
@@ -84,17 +91,17 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Server:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A group of its own: one signal reaches the scheduler and the detokenizer too.
-                start_new_session=True,
-            )
         try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # A group of its own: one signal reaches the scheduler and the detokenizer too.
+                    start_new_session=True,
+                )
             self._wait()
         except BaseException:
             self.stop()
@@ -107,31 +114,43 @@ class Server:
     def _wait(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + self.start_seconds
-        while time.monotonic() < deadline:
+        why = ""
+        while (left := deadline - time.monotonic()) > 0:
             if self.process.poll() is not None:
                 raise self.error(f"it ended with {self.process.returncode} before it served")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                status = self.session.get(f"{self.url}/health", timeout=min(5, left)).status_code
+                if status == 200:
                     return
-            time.sleep(0.5)
-        raise self.error(f"it did not serve within {self.start_seconds:.0f} s")
+                why = f" (/health: status {status})"
+            time.sleep(min(0.5, left))
+        raise self.error(f"it did not serve within {self.start_seconds:.0f} s{why}")
 
     def stop(self) -> None:
-        """End the server's process group: politely, then not."""
+        """End the server's process group: with SIGTERM, then with SIGKILL.
+
+        A second Ctrl-C while this waits goes to SIGKILL at once.
+        """
+        self.session.close()
         if self.process is None:
             return
+        try:
+            self._signal(signal.SIGTERM, GRACE_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL, 5)
+
+    def _signal(self, number: signal.Signals, seconds: float) -> None:
+        """Send a signal to what lives of the group, and wait for its end."""
+        assert self.process is not None
         group = self.process.pid
-        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+        deadline = time.monotonic() + seconds
+        if _lives(group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                self.process.poll()
-                try:
-                    os.killpg(group, 0)
-                except ProcessLookupError:
-                    return
-                time.sleep(0.1)
+        # The leader is reaped last: until then, its id is nobody else's.
+        while _lives(group) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.process.poll()
 
     def error(self, what: str) -> ServerError:
         """The error for ``what``, with the last exception of the log on top."""
@@ -145,14 +164,15 @@ class Server:
             ServerError: no answer, an error status, or the server is gone.
         """
         try:
-            answer = requests.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
+            answer = self.session.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
         except requests.RequestException as error:
             raise self.error(f"{path}: no answer ({type(error).__name__})") from None
         if answer.status_code != 200:
             raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
         try:
             return answer.json()
-        except requests.JSONDecodeError:
+        # Not JSONDecodeError alone: an integer can be too long, a list too deep.
+        except (ValueError, RecursionError):
             return answer.text
 
     def flush(self) -> None:
@@ -183,12 +203,12 @@ class Server:
                 "logprob_start_len": scored_from,
             },
         )
-        if not (
-            isinstance(answers, list)
-            and len(answers) == len(input_ids)
-            and all(isinstance(a, dict) and isinstance(a.get("meta_info"), dict) for a in answers)
-        ):
+        if not (isinstance(answers, list) and len(answers) == len(input_ids)):
             raise self.error(f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}")
+        for answer in answers:
+            lacking = _lacking(answer, new_tokens, scored=scored_from >= 0)
+            if lacking is not None:
+                raise self.error(f"/generate: {lacking}: {str(answer)[:200]!r}")
         return answers
 
     def stream(self, input_ids: Sequence[int], new_tokens: int) -> list[list[int]]:
@@ -209,20 +229,63 @@ class Server:
         groups: list[list[int]] = []
         seen = 0
         try:
-            with requests.post(
+            with self.session.post(
                 f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
             ) as answer:
+                if answer.status_code != 200:
+                    raise self.error(f"stream: status {answer.status_code}: {answer.text[:200]!r}")
                 for line in answer.iter_lines():
                     if not line.startswith(b"data: {"):
                         continue
                     output = json.loads(line[len(b"data: ") :])["output_ids"]
+                    if not isinstance(output, list) or len(output) < seen:
+                        raise self.error(f"stream: after {seen} tokens: {str(output)[:200]!r}")
                     groups.append(output[seen:])
                     seen = len(output)
-        except (requests.RequestException, ValueError, KeyError) as error:
+        except (requests.RequestException, ValueError, KeyError, RecursionError) as error:
             raise self.error(f"stream: broke off ({type(error).__name__})") from None
         if seen != new_tokens:
             raise self.error(f"stream: {seen} tokens of {new_tokens}")
         return groups
+
+
+def _lacking(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
+    """What an answer to ``generate`` has not, or not in the form that is read; None if nothing."""
+    if not (isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict)):
+        return "no meta_info"
+    meta = answer["meta_info"]
+    for name in ("cached_tokens", "completion_tokens", "spec_verify_ct"):
+        # A server that does not speculate counts no verifications.
+        if name in meta or name != "spec_verify_ct":
+            count = meta.get(name)
+            if type(count) is not int or not 0 <= count < 2**53:
+                return f"{name} is no count"
+    if scored and not _are_logprobs(meta.get("input_token_logprobs")):
+        return "no input_token_logprobs"
+    # Nothing is read of a generation of no tokens; SGLang still samples one.
+    if new_tokens:
+        tokens = answer.get("output_ids")
+        if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+            return "no output_ids"
+        if len(tokens) != new_tokens:
+            return f"{len(tokens)} output_ids of {new_tokens}"
+        scores = meta.get("output_token_logprobs")
+        if not (_are_logprobs(scores) and len(scores) == new_tokens):
+            return f"no {new_tokens} output_token_logprobs"
+    return None
+
+
+def _are_logprobs(entries: Any) -> bool:
+    return (
+        isinstance(entries, list)
+        and len(entries) > 0
+        and all(isinstance(entry, list) and entry and _is_logprob(entry[0]) for entry in entries)
+    )
+
+
+def _is_logprob(value: Any) -> bool:
+    # None: SGLang's JSON writer has it for NaN too. The bound: an int that a double holds.
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
 
 
 def last_exception(log: Path) -> str | None:
@@ -235,8 +298,26 @@ def last_exception(log: Path) -> str | None:
     return found
 
 
+def _lives(group: int) -> bool:
+    """Whether a process group has a process that has not ended.
+
+    Zombies have: where process 1 is no init, as in many a container, they stay.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may hold anything.
+            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False
+
+
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port: int = free.getsockname()[1]
-        return port
+    # Below the ports of outgoing connections (32768 to 60999): the server listens a minute later,
+    # and by then one of its own connections may have taken a port of that range.
+    for _ in range(100):
+        port = random.randrange(*PORTS)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind((HOST, port))
+            return port
+    raise ServerError(f"no free port among 100 from {PORTS[0]} to {PORTS[1]}")

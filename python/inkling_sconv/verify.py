@@ -37,8 +37,9 @@ class Result:
 
 def missing() -> str | None:
     """What this machine lacks to run a server; None if nothing."""
-    if importlib.util.find_spec("sglang") is None:
-        return "SGLang is not installed for this Python"
+    for module, name in (("sglang", "SGLang"), ("torch", "torch")):
+        if importlib.util.find_spec(module) is None:
+            return f"{name} is not installed for this Python"
     import torch
 
     return None if torch.cuda.is_available() else "there is no GPU here"
@@ -49,16 +50,23 @@ def vocabulary(model: Path) -> int:
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not JSON, or names none.
+        ValueError: it is not JSON, or names none, or one too small to draw prompts from.
     """
-    pending: list[Any] = [json.loads((model / "config.json").read_bytes())]
+    file = model / "config.json"
+    try:
+        pending: list[Any] = [json.loads(file.read_bytes())]
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is not JSON") from None
     while pending:
         node = pending.pop(0)
         if isinstance(node, dict):
-            if isinstance(node.get("vocab_size"), int):
-                return int(node["vocab_size"])
+            size = node.get("vocab_size")
+            if type(size) is int:
+                if size < 3:
+                    raise ValueError(f"{file}: vocab_size {size} leaves nothing to draw from")
+                return size
             pending += node.values()
-    raise ValueError(f"{model}/config.json names no vocab_size")
+    raise ValueError(f"{file} names no vocab_size")
 
 
 def verify(
@@ -96,8 +104,8 @@ def verify(
                     running, "suffix on a decode-made prefix", prefixes, suffixes, 32
                 )
             )
-    except (ServerError, KeyError, TypeError) as error:
-        result.error = str(error) if isinstance(error, ServerError) else f"{error!r}; log: {log}"
+    except ServerError as error:
+        result.error = str(error)
         return result
     hits = result.comparisons[-1].cached
     if not all(hits):

@@ -1,0 +1,160 @@
+"""The tests that need a GPU, in parts of at most 8 minutes: ``python test/shards.py [K]``.
+
+It runs with any Python that has SGLang; JUnit files, figures and server logs go to
+``INKLING_SCONV_LOGS``. A part whose JUnit file is there and green is not run again, unless the
+tests, the package or SGLang have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+INKLING = "test/registered/inkling"
+# With the seconds that they took on one H200.
+SHARDS: dict[int, tuple[str, ...]] = {
+    # 77
+    1: (f"{INKLING}/test_inkling_refresh_capture.py", "test/gpu"),
+    # 135 + 205
+    2: (
+        f"{INKLING}/test_inkling_mtp.py::TestCrashingFork",
+        f"{INKLING}/test_inkling_mtp.py::TestCrashingForkWithPlugin",
+    ),
+    # 130 + 140 + 140
+    3: (
+        f"{INKLING}/test_inkling_mtp.py::TestCrashingForkApplied",
+        f"{INKLING}/test_inkling_prefill_graph.py::TestExtraBuffer",
+        f"{INKLING}/test_inkling_prefill_graph.py::TestExtraBufferLazy",
+    ),
+    # 205 + 140
+    4: (
+        f"{INKLING}/test_inkling_mtp.py::TestInstalled",
+        f"{INKLING}/test_inkling_prefill_graph.py::TestCrashingForkWithPlugin",
+    ),
+}
+NEEDED = ("sglang", "pytest", "hypothesis", "libcst", "requests", "wrapt")
+
+
+def missing() -> str | None:
+    """What this Python or machine lacks to run the tests; None if nothing."""
+    for module in NEEDED:
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed for {sys.executable}; PYTHON=... names another"
+    # The servers load the plugin by its entry point, which only an installation has.
+    if "inkling_sconv" not in {entry.name for entry in entry_points(group="sglang.srt.plugins")}:
+        return f"the plugin is not installed: {sys.executable} -m pip install -e ."
+    import torch
+
+    return None if torch.cuda.is_available() else "there is no GPU here"
+
+
+def folder_of_logs() -> Path:
+    """Where JUnit files, figures and logs go; it is made."""
+    logs = Path(os.environ.get("INKLING_SCONV_LOGS") or ROOT / "gpu-logs").resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
+
+
+def environment() -> dict[str, str]:
+    """Variables with which servers run the package of this checkout, whichever is installed."""
+    paths = (str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def subject(sglang: str, files: Iterable[Path]) -> str:
+    """What a JUnit file is about: a release of SGLang, and a digest of the files."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return f"sglang {sglang}, sources {digest.hexdigest()[:12]}"
+
+
+def counts(junit: Path) -> tuple[str, int, int, int] | None:
+    """The subject of a JUnit file, and how many tests passed, failed, were skipped.
+
+    None if it is not there or not whole.
+    """
+    try:
+        suites = list(ET.parse(junit).getroot().iter("testsuite"))
+        tests, failures, errors, skipped = (
+            sum(int(suite.get(name, 0)) for suite in suites)
+            for name in ("tests", "failures", "errors", "skipped")
+        )
+    except (OSError, ET.ParseError, ValueError):
+        return None
+    name = suites[0].get("name", "") if suites else ""
+    return name, tests - failures - errors - skipped, failures + errors, skipped
+
+
+def run(
+    shards: Mapping[int, Sequence[str]], about: str, logs: Path, *, force: bool, root: Path = ROOT
+) -> int:
+    """Run ``shards`` in order, those that are green already left out; 0 if all are green."""
+    red = []
+    for number, tests in shards.items():
+        junit = logs / f"shard-{number}.xml"
+        before = counts(junit)
+        if not force and before is not None and before[0] == about and before[1] and not before[2]:
+            print(f"shard {number}: {before[1]} passed before, {junit}; FORCE=1 runs it again")
+            continue
+        junit.unlink(missing_ok=True)
+        print(f"shard {number}: {' '.join(tests)}", flush=True)
+        start = time.monotonic()
+        options = ("-v", f"--junit-xml={junit}", "-o", f"junit_suite_name={about}")
+        command = [sys.executable, "-m", "pytest", *tests, *options]
+        variables = {**environment(), "INKLING_SCONV_LOGS": str(logs)}
+        code = subprocess.run(command, cwd=root, env=variables).returncode
+        after = counts(junit)
+        green = code == 0 and after is not None and after[1] > 0
+        said = (
+            "no JUnit file"
+            if after is None
+            else "{} passed, {} failed, {} skipped".format(*after[1:])
+        )
+        seconds = time.monotonic() - start
+        print(f"\nshard {number}: {said}, exit {code}, {seconds:.0f} s, {junit}", flush=True)
+        if not green:
+            red.append(number)
+    if red:
+        print(f"red: shard {', '.join(map(str, red))}", file=sys.stderr)
+    return 1 if red else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("shard", nargs="?", help=f"1 to {len(SHARDS)}; default: all, in order")
+    parser.add_argument("--force", action="store_true", help="also what is green already")
+    options = parser.parse_args(arguments)
+    which = [options.shard] if options.shard else list(map(str, SHARDS))
+    if not {*which} <= {*map(str, SHARDS)}:
+        print(f"gpu-test: SHARD={options.shard}: not one of 1 to {len(SHARDS)}", file=sys.stderr)
+        return 2
+    lacking = missing()
+    if lacking is not None:
+        print(f"gpu-test: {lacking}", file=sys.stderr)
+        return 2
+    try:
+        logs = folder_of_logs()
+    except OSError as error:
+        print(f"gpu-test: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "test").rglob("*.py")]
+    about = subject(version("sglang"), sources)
+    try:
+        return run({int(k): SHARDS[int(k)] for k in which}, about, logs, force=options.force)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

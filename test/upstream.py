@@ -1,0 +1,146 @@
+"""SGLang's own Inkling suites, unchanged, around our plugin: ``python test/upstream.py CHECKOUT``.
+
+The suites and the SGLang that they test are the checkout's. Nothing is written into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import shards
+
+SUITES = (
+    "test_unified_radix_cache_kl_hybrid_bitexact.py",
+    "test_inkling.py",
+    "test_inkling_small_nvfp4.py",
+)
+MODEL = "INKLING_TEST_MODEL_PATH"
+
+
+class NoRunError(RuntimeError):
+    """The suites cannot be run. The message is one line for the user."""
+
+
+def checkout(name: str) -> Path:
+    """The folder of a checkout of SGLang.
+
+    Raises:
+        NoRunError: it is none.
+    """
+    if not name:
+        raise NoRunError("SGLANG_DIR=... is to name your checkout of SGLang")
+    folder = Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        raise NoRunError(f"SGLANG_DIR={name}: no such folder")
+    for part in ("python/sglang", "test"):
+        if not (folder / part).is_dir():
+            raise NoRunError(f"SGLANG_DIR={name}: no checkout of SGLang: it has no {part}")
+    return folder
+
+
+def find(folder: Path) -> dict[str, list[Path]]:
+    """The files of each name of ``SUITES`` under the checkout's ``test``."""
+    return {name: sorted((folder / "test").rglob(name)) for name in SUITES}
+
+
+def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which tests and servers run the checkout's SGLang and our package."""
+    paths = (folder / "python", shards.ROOT / "python", variables.get("PYTHONPATH", ""))
+    return {
+        "INKLING_SCONV": "auto",
+        **variables,
+        "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def run(folder: Path, variables: Mapping[str, str], logs: Path) -> int:
+    """Run the suites that are there, and say what each came to; 1 if one failed.
+
+    Raises:
+        NoRunError: none is there, or there is no checkpoint for them.
+    """
+    found = find(folder)
+    for name, files in found.items():
+        places = ", ".join(str(file.relative_to(folder)) for file in files)
+        print(f"{'found' if files else 'not found'}: {places or name}", flush=True)
+    if not any(found.values()):
+        raise NoRunError(f"{folder / 'test'} has none of the suites")
+    env = environment(folder, variables)
+    with contextlib.ExitStack() as stack:
+        if not env.get(MODEL):
+            env[MODEL] = str(_checkpoint(stack, env))
+        print(f"checkpoint: {env[MODEL]}", flush=True)
+        lines = [
+            _outcome(folder, file, env, logs / f"upstream-{file.stem}-{place}.xml")
+            for files in found.values()
+            for place, file in enumerate(files, 1)
+        ]
+    # After everything that pytest had to say, the last line of which may not be ended.
+    print("", *lines, sep="\n", flush=True)
+    return int(any(line.startswith("failed") for line in lines))
+
+
+def _checkpoint(stack: contextlib.ExitStack, env: Mapping[str, str]) -> Path:
+    """A tiny checkpoint, and beside it the prompts for SGLang's KL helpers; both until the end."""
+    out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inkling-sconv-"))) / "tiny"
+    # Where the prompts go is for the checkout's SGLang to say, and this process may have another.
+    command = [sys.executable, "-m", "inkling_sconv.tiny", str(out), "--kl-prompts"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise NoRunError((done.stderr.strip().splitlines() or ["no checkpoint was written"])[-1])
+    stack.callback(Path(done.stdout.splitlines()[-1]).unlink, missing_ok=True)
+    return out
+
+
+def _outcome(folder: Path, file: Path, env: Mapping[str, str], junit: Path) -> str:
+    """Runs one suite; passed, failed or skipped, and what of it."""
+    junit.unlink(missing_ok=True)
+    name = file.relative_to(folder)
+    print(f"running: {name}", flush=True)
+    # Not this repository's pytest settings, nor a cache in the user's checkout.
+    options = ("-p", "no:cacheprovider", f"--rootdir={folder}", f"--junit-xml={junit}", "-v")
+    command = [sys.executable, "-m", "pytest", str(file), *options]
+    code = subprocess.run(command, cwd=file.parent, env=env).returncode
+    counts = shards.counts(junit)
+    if counts is None:
+        return f"failed: {name}: no JUnit file, exit {code}"
+    passed, failed, skipped = counts[1:]
+    # pytest exits with 5 where it found no test; a suite whose tests are all skipped did not run.
+    verdict = "failed" if code or failed else "passed" if passed else "skipped"
+    return f"{verdict}: {name}: {passed} passed, {failed} failed, {skipped} skipped, {junit}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        folder = checkout(arguments[0] if arguments else "")
+        lacking = shards.missing()
+        if lacking is not None:
+            raise NoRunError(lacking)
+        env = environment(folder, os.environ)
+        # One line: what the plugin does to this SGLang, or why it is not asked.
+        state = subprocess.run(
+            [sys.executable, "-m", "inkling_sconv"], env=env, capture_output=True, text=True
+        )
+        if state.returncode:
+            said = state.stderr.strip().splitlines() or ["the plugin's state is unknown"]
+            raise NoRunError(said[-1])
+        print(state.stdout.strip(), flush=True)
+        return run(folder, os.environ, shards.folder_of_logs())
+    except NoRunError as error:
+        print(f"upstream-suites: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"upstream-suites: {error.filename}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

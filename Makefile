@@ -18,6 +18,8 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy .github/scripts
+	$(BIN)/zizmor --offline --quiet .github
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-# Everything runs in .venv, beside a real SGLang; gpu-test and upstream-suites alone run in PYTHON itself.
+# Everything runs in .venv, beside a real SGLang; gpu-test and upstream-suites run in PYTHON itself.
 # A second run of a target sets nothing up again.
 PYTHON ?= python3
 SGLANG ?= sglang==0.5.23
@@ -38,7 +38,7 @@ gpu-test: ## what needs a GPU, in PYTHON, which has SGLang: SHARD=k one part of 
 	@$(PYTHON) test/shards.py $(if $(SHARD),'$(SHARD)') $(if $(filter 1,$(FORCE)),--force)
 
 upstream-suites: ## SGLang's own Inkling suites, from SGLANG_DIR=your checkout, with the plugin
-	@$(PYTHON) test/upstream.py '$(SGLANG_DIR)'
+	@$(PYTHON) test/suites.py '$(SGLANG_DIR)'
 
 releases: $(VENV)/ready
 	@$(BIN)/python test/releases.py

@@ -21,7 +21,7 @@ from rich.text import Text
 from inkling_sconv import __version__, plugin, source
 from inkling_sconv.git import GitError
 from inkling_sconv.source import RefusedError, Shape
-from inkling_sconv.tree import REFRESH, Tree, TreeError, opened
+from inkling_sconv.tree import REFRESH, AbsentError, Tree, TreeError, opened
 
 HEALTHY, NEEDS_THE_FIX, COULD_NOT_TELL = 0, 1, 2
 STYLES = {"holds": "green", "limit": "yellow", "broken": "red"}
@@ -390,6 +390,60 @@ def _show_result(result: Any) -> None:
     print("passed" if result.passed else f"failed: {result.error}")
 
 
+# -------------------------------------------------------------------------- ci-init, watch
+
+
+@app.command(name="ci-init")
+def ci_init(
+    path: Annotated[Path, typer.Argument(metavar="TREE", help="A fork's checkout.")],
+) -> None:
+    """Copy the registered tests and a workflow into a fork's checkout. Nothing is overwritten."""
+    from inkling_sconv import ci
+
+    with _errors():
+        for written in ci.init(path):
+            print(f"{written}: written")
+    print(ci.NEXT)
+
+
+@app.command()
+def watch(
+    release: Annotated[
+        str | None, typer.Option(metavar="X", help="Look at this release only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look for SGLang releases newer than the last one that is known, and ask each for its state.
+
+    Exit 0: nothing is new; 1: something is new or not recognised; 2: could not tell.
+    """
+    from inkling_sconv import watch as watching
+
+    def say(what: str) -> None:
+        if not as_json:
+            print(f"{what} ...", flush=True)
+
+    with _errors():
+        answer = watching.watch(_examine_wheel, say, release)
+    print(json.dumps(answer.as_dict()) if as_json else f"{answer.title}\n\n{answer.body}")
+    raise typer.Exit(NEEDS_THE_FIX if answer.new else HEALTHY)
+
+
+def _examine_wheel(wheel: Path) -> dict[str, Any]:
+    """``_examine`` of a wheel; where its class cannot be driven, the syntax tree's state too."""
+    with opened(wheel) as tree:
+        try:
+            report = _examine(tree, installed=False)
+            if report["state"] == "unknown":
+                broken = [row["seen"] for row in report["rows"] if row["verdict"] == "broken"]
+                report = {"why": "; ".join(broken), **report, "static": _static(tree)["state"]}
+        except AbsentError as error:
+            return {"state": "absent", "why": str(error).removeprefix(f"{tree.root}: ")}
+        except (TreeError, RefusedError) as error:
+            return {"state": "unknown", "why": str(error).removeprefix(f"{tree.root}: ")}
+        return report
+
+
 # ----------------------------------------------------------------------------------- errors
 
 
@@ -400,9 +454,12 @@ class _errors:  # noqa: N801
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from inkling_sconv.ci import CiError
         from inkling_sconv.replace import ReplaceError
+        from inkling_sconv.watch import WatchError
 
-        if isinstance(error, TreeError | RefusedError | GitError | ReplaceError):
+        mine = (TreeError, RefusedError, GitError, ReplaceError, CiError, WatchError)
+        if isinstance(error, mine):
             _fail(str(error))
         if isinstance(error, OSError):
             _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -267,7 +267,8 @@ def _check_live(cls: type) -> None:
         before = [dict(vars(host)) for host in hosts]
         indices = rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
         if indices is None or not torch.equal(indices, rig.reference(batch)):
-            raise _UnrecognisedError(f"live batch: window is not the reference's: {indices}")
+            got = None if indices is None else indices.tolist()
+            raise _UnrecognisedError(f"live batch: window is not the reference's: {got}")
         touched = {
             name
             for host, old in zip(hosts, before, strict=True)

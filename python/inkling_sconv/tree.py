@@ -18,6 +18,10 @@ class TreeError(ValueError):
     """There is no SGLang tree there, or not one that can be used so. The message is one line."""
 
 
+class AbsentError(TreeError):
+    """There is an SGLang tree, without an Inkling backend."""
+
+
 @dataclass(frozen=True)
 class Tree:
     """``root`` is the folder that holds the package ``sglang``: what goes on ``PYTHONPATH``."""
@@ -42,7 +46,7 @@ class Tree:
         names = ", ".join(str(path.relative_to(self.root)) for path in found)
         if found:
             raise TreeError(f"{self.root}: {REFRESH} is in several files: {names}")
-        raise TreeError(
+        raise AbsentError(
             f"{self.root}: no file defines {REFRESH}; this SGLang has no Inkling backend"
         )
 

@@ -1,130 +1,125 @@
-"""``make upstream-suites`` on a checkout that is made here, with nothing of SGLang in it."""
+"""The one issue that upstream.yml keeps."""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
+import actions
 import pytest
-import shards
 import upstream
-from test_shards import make
+from actions import REPOSITORY, GitHub
 
-BITEXACT, INKLING, SMALL = upstream.SUITES
-# What a suite of SGLang's reads, written down for the test to see.
-PASSES = """
-import os, json, pathlib, sglang, inkling_sconv
-
-def test_it():
-    seen = {name: os.environ.get(name) for name in ("INKLING_TEST_MODEL_PATH", "INKLING_SCONV")}
-    model = pathlib.Path(seen["INKLING_TEST_MODEL_PATH"])
-    seen["config"] = (model / "config.json").is_file()
-    seen["sglang"], seen["ours"] = sglang.__file__, inkling_sconv.__file__
-    pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
-"""
-FAILS = "def test_it():\n    assert 0\n"
-SKIPS = "import pytest\n\n@pytest.mark.skip('needs a B200')\ndef test_it(): pass\n"
+ANSWER = {"title": "SGLang 0.5.24 is exempt", "body": "| a | b |", "new": True, "releases": []}
+LIST = f"repos/{REPOSITORY}/issues?state=all&per_page=100"
 
 
 @pytest.fixture
-def tree(tmp_path) -> Path:
-    tree = tmp_path / "checkout"
-    (tree / "python/sglang/test").mkdir(parents=True)
-    (tree / "test/registered/models").mkdir(parents=True)
-    for package in ("python/sglang", "python/sglang/test"):
-        (tree / package / "__init__.py").touch()
-    prompts = tmp_path / "prompts"
-    (tree / "python/sglang/test/kl_test_utils.py").write_text(f"CACHE_DIR = {str(prompts)!r}\n")
-    return tree
+def report(tmp_path, monkeypatch):
+    """``upstream.py report`` where ``issues`` are there; the calls that write."""
+
+    def _report(*issues, suite="success", **answer):
+        github = GitHub(tmp_path / f"hub-{len(list(tmp_path.iterdir()))}")
+        github.answers[LIST] = [list(issues), []]
+        watch = json.dumps({**ANSWER, **answer})
+        for name, value in github.environment(WATCH=watch, SUITE_RESULT=suite).items():
+            monkeypatch.setenv(name, value)
+        assert upstream.main(["report"]) == 0
+        return [
+            (verb, path, data) for verb in ("POST", "PATCH") for path, data in calls(github, verb)
+        ]
+
+    def calls(github, verb):
+        return [(path.removeprefix(f"repos/{REPOSITORY}/"), d) for path, d in github.calls(verb)]
+
+    return _report
 
 
-@pytest.fixture
-def run(tree, tmp_path, capfd):
-    """Runs the suites that are given as texts; gives the exit status, the lines, what was seen."""
-
-    def run(suites: dict[str, str], **variables: str) -> tuple[int, list[str], dict]:
-        for name, text in suites.items():
-            (tree / "test/registered/models" / name).write_text(text)
-        before = files(tree)
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
-        seen = tmp_path / "seen"
-        code = upstream.run(tree, {**clean, "SEEN": str(seen), **variables}, tmp_path)
-        assert files(tree) == before
-        lines = capfd.readouterr().out.splitlines()
-        return code, lines, json.loads(seen.read_text()) if seen.is_file() else {}
-
-    return run
+def issue(number=3, state="open", login=upstream.AUTHOR, **fields):
+    body = f"{upstream.MARK}\r\n{ANSWER['body']}"
+    user = {"login": login}
+    return {
+        **{"number": number, "state": state, "user": user, "title": ANSWER["title"], "body": body},
+        **fields,
+    }
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*"))
+def test_nothing_new_writes_nothing(report):
+    assert report(new=False) == [] and report(issue(), new=False) == []
 
 
-def said(lines: list[str], verdict: str) -> list[str]:
-    return [line for line in lines if line.startswith(f"{verdict}: ")]
+def test_the_first_news_opens_an_issue(report):
+    ((verb, path, data),) = report()
+    assert (verb, path, data["title"]) == ("POST", "issues", ANSWER["title"])
+    assert data["body"] == f"{upstream.MARK}\n| a | b |\n"
 
 
-def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
-    code, lines, seen = run({BITEXACT: PASSES})
-    assert code == 0
-    assert said(lines, "found") == [f"found: test/registered/models/{BITEXACT}"]
-    assert said(lines, "not found") == [f"not found: {INKLING}", f"not found: {SMALL}"]
-    (line,) = said(lines, "passed")
-    assert "1 passed, 0 failed, 0 skipped" in line
-    assert seen["config"] and seen["INKLING_SCONV"] == "auto"
-    assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
-    assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")
-    # The checkpoint and its prompts were for this run.
-    assert not Path(seen["INKLING_TEST_MODEL_PATH"]).exists()
-    assert files(tmp_path / "prompts") == []
+@pytest.mark.parametrize("state", ["open", "closed"])
+def test_the_same_news_is_told_once(report, state):
+    assert report(issue(state=state)) == []
 
 
-def test_the_user_s_checkpoint_is_used_and_kept(run, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    code, lines, seen = run({INKLING: PASSES}, INKLING_TEST_MODEL_PATH=str(tmp_path))
-    assert code == 0 and f"checkpoint: {tmp_path}" in lines
-    assert seen["INKLING_TEST_MODEL_PATH"] == str(tmp_path)
-    assert (tmp_path / "config.json").is_file() and not (tmp_path / "prompts").exists()
+def test_other_news_updates_the_open_issue(report):
+    (comment, edit) = report(issue(), title="SGLang 0.5.25 is unknown")
+    assert edit[:2] == ("PATCH", "issues/3") and edit[2]["title"] == "SGLang 0.5.25 is unknown"
+    assert comment[1] == "issues/3/comments" and "0.5.25" in comment[2]["body"]
 
 
-def test_one_that_fails_does_not_stop_the_next(run, tmp_path):
-    suites = {BITEXACT: FAILS, INKLING: SKIPS, SMALL: PASSES}
-    (tmp_path / "config.json").write_text("{}")
-    code, lines, _ = run(suites, INKLING_TEST_MODEL_PATH=str(tmp_path))
-    assert code == 1
-    for verdict, name in (("failed", BITEXACT), ("skipped", INKLING), ("passed", SMALL)):
-        (line,) = said(lines, verdict)
-        assert name in line, verdict
+def test_other_news_after_the_issue_was_closed_opens_one(report):
+    ((verb, path, _),) = report(issue(), issue(5, state="closed"), title="Another")
+    assert (verb, path) == ("POST", "issues")
 
 
-@pytest.mark.parametrize("text", ("import nowhere\n", "", "import os\nos._exit(7)\n"))
-def test_one_without_a_test_fails(run, tmp_path, text):
-    code, lines, _ = run({INKLING: text}, INKLING_TEST_MODEL_PATH=str(tmp_path))
-    assert code == 1 and len(said(lines, "failed")) == 1
+@pytest.mark.parametrize(
+    "other", [{"login": "eve"}, {"body": "no mark"}, {"body": None}, {"pull_request": {}}]
+)
+def test_an_issue_that_is_not_ours_is_left_alone(report, other):
+    ((verb, path, _),) = report(issue(**other))
+    assert (verb, path) == ("POST", "issues")
 
 
-def test_none_is_there(run):
-    with pytest.raises(upstream.NoRunError, match="has none of the suites"):
-        run({})
+def test_a_suite_that_fails_is_told(report):
+    ((_, _, data),) = report(suite="failure")
+    assert data["body"].endswith("\n\nThe unit suite on this release: failure.\n")
 
 
-def test_no_prompts_can_be_written(run, tree):
-    (tree / "python/sglang/test/kl_test_utils.py").write_text("import nowhere\n")
-    with pytest.raises(upstream.NoRunError, match="KL helpers do not import") as caught:
-        run({INKLING: PASSES})
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unusable: JSONDecodeError"),
+        ("[]", "unusable: TypeError"),
+        ('{"title": "t", "body": "b"}', "unusable: KeyError('new')"),
+        ('{"title": "t", "body": "b", "new": "yes"}', "wrong types"),
+        ('{"title": "t\\nu", "body": "b", "new": true}', "title is not one line"),
+        ('{"title": "", "body": "b", "new": true}', "title is not one line"),
+        (json.dumps({**ANSWER, "body": "b" * 60_001}), "longer than 60000"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_an_answer_that_is_unusable_is_one_line(tmp_path, monkeypatch, capsys, text, message):
+    file = tmp_path / "watch.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "output"))
+    assert upstream.main(["output", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.startswith("upstream.py: ")
 
 
-def test_no_checkout(tree, tmp_path):
-    def line(*variables: str) -> str:
-        code, line = make(*variables, target="upstream-suites")
-        assert code == 2 and line.startswith("upstream-suites: ")
-        return line
+def test_the_answer_is_one_line_of_output(tmp_path, monkeypatch):
+    (tmp_path / "watch.json").write_text(json.dumps({**ANSWER, "body": "a\nb"}, indent=1))
+    monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "output"))
+    assert upstream.main(["output", str(tmp_path / "watch.json")]) == 0
+    name, _, value = (tmp_path / "output").read_text().partition("=")
+    assert name == "watch" and value.count("\n") == 1
+    assert json.loads(value) == {"title": ANSWER["title"], "body": "a\nb", "new": True}
 
-    assert "SGLANG_DIR=... is to name" in line()
-    assert "no such folder" in line(f"SGLANG_DIR={tmp_path / 'none'}")
-    assert "it has no python/sglang" in line(f"SGLANG_DIR={tmp_path}")
-    assert "there is no GPU here" in line(f"SGLANG_DIR={tree}")
-    (tree / "test").rename(tree / "tests")
-    assert "it has no test" in line(f"SGLANG_DIR={tree}")
+
+def test_the_fields_are_those_of_watch():
+    watch = pytest.importorskip("inkling_sconv.watch")
+    answer = watch.Answer(True, "t", "b", ()).as_dict()
+    assert upstream.checked(json.dumps(answer)) == {"title": "t", "body": "b", "new": True}
+
+
+def test_the_workflow_gives_what_the_script_reads():
+    text = (actions.WORKFLOWS / "upstream.yml").read_text()
+    assert "WATCH: ${{ needs.watch.outputs.watch }}" in text

@@ -1,4 +1,4 @@
-"""SGLang's own Inkling suites, unchanged, around our plugin: ``python test/upstream.py CHECKOUT``.
+"""SGLang's own Inkling suites, unchanged, around our plugin: ``python test/suites.py CHECKOUT``.
 
 The suites and the SGLang that they test are the checkout's. Nothing is written into it.
 """

@@ -1,0 +1,130 @@
+"""``make upstream-suites`` on a checkout that is made here, with nothing of SGLang in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import shards
+import suites
+from test_shards import make
+
+BITEXACT, INKLING, SMALL = suites.SUITES
+# What a suite of SGLang's reads, written down for the test to see.
+PASSES = """
+import os, json, pathlib, sglang, inkling_sconv
+
+def test_it():
+    seen = {name: os.environ.get(name) for name in ("INKLING_TEST_MODEL_PATH", "INKLING_SCONV")}
+    model = pathlib.Path(seen["INKLING_TEST_MODEL_PATH"])
+    seen["config"] = (model / "config.json").is_file()
+    seen["sglang"], seen["ours"] = sglang.__file__, inkling_sconv.__file__
+    pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+"""
+FAILS = "def test_it():\n    assert 0\n"
+SKIPS = "import pytest\n\n@pytest.mark.skip('needs a B200')\ndef test_it(): pass\n"
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    tree = tmp_path / "checkout"
+    (tree / "python/sglang/test").mkdir(parents=True)
+    (tree / "test/registered/models").mkdir(parents=True)
+    for package in ("python/sglang", "python/sglang/test"):
+        (tree / package / "__init__.py").touch()
+    prompts = tmp_path / "prompts"
+    (tree / "python/sglang/test/kl_test_utils.py").write_text(f"CACHE_DIR = {str(prompts)!r}\n")
+    return tree
+
+
+@pytest.fixture
+def run(tree, tmp_path, capfd):
+    """Runs the suites that are given as texts; gives the exit status, the lines, what was seen."""
+
+    def run(suites: dict[str, str], **variables: str) -> tuple[int, list[str], dict]:
+        for name, text in suites.items():
+            (tree / "test/registered/models" / name).write_text(text)
+        before = files(tree)
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
+        seen = tmp_path / "seen"
+        code = suites.run(tree, {**clean, "SEEN": str(seen), **variables}, tmp_path)
+        assert files(tree) == before
+        lines = capfd.readouterr().out.splitlines()
+        return code, lines, json.loads(seen.read_text()) if seen.is_file() else {}
+
+    return run
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def said(lines: list[str], verdict: str) -> list[str]:
+    return [line for line in lines if line.startswith(f"{verdict}: ")]
+
+
+def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
+    code, lines, seen = run({BITEXACT: PASSES})
+    assert code == 0
+    assert said(lines, "found") == [f"found: test/registered/models/{BITEXACT}"]
+    assert said(lines, "not found") == [f"not found: {INKLING}", f"not found: {SMALL}"]
+    (line,) = said(lines, "passed")
+    assert "1 passed, 0 failed, 0 skipped" in line
+    assert seen["config"] and seen["INKLING_SCONV"] == "auto"
+    assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
+    assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")
+    # The checkpoint and its prompts were for this run.
+    assert not Path(seen["INKLING_TEST_MODEL_PATH"]).exists()
+    assert files(tmp_path / "prompts") == []
+
+
+def test_the_user_s_checkpoint_is_used_and_kept(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code, lines, seen = run({INKLING: PASSES}, INKLING_TEST_MODEL_PATH=str(tmp_path))
+    assert code == 0 and f"checkpoint: {tmp_path}" in lines
+    assert seen["INKLING_TEST_MODEL_PATH"] == str(tmp_path)
+    assert (tmp_path / "config.json").is_file() and not (tmp_path / "prompts").exists()
+
+
+def test_one_that_fails_does_not_stop_the_next(run, tmp_path):
+    suites = {BITEXACT: FAILS, INKLING: SKIPS, SMALL: PASSES}
+    (tmp_path / "config.json").write_text("{}")
+    code, lines, _ = run(suites, INKLING_TEST_MODEL_PATH=str(tmp_path))
+    assert code == 1
+    for verdict, name in (("failed", BITEXACT), ("skipped", INKLING), ("passed", SMALL)):
+        (line,) = said(lines, verdict)
+        assert name in line, verdict
+
+
+@pytest.mark.parametrize("text", ("import nowhere\n", "", "import os\nos._exit(7)\n"))
+def test_one_without_a_test_fails(run, tmp_path, text):
+    code, lines, _ = run({INKLING: text}, INKLING_TEST_MODEL_PATH=str(tmp_path))
+    assert code == 1 and len(said(lines, "failed")) == 1
+
+
+def test_none_is_there(run):
+    with pytest.raises(suites.NoRunError, match="has none of the suites"):
+        run({})
+
+
+def test_no_prompts_can_be_written(run, tree):
+    (tree / "python/sglang/test/kl_test_utils.py").write_text("import nowhere\n")
+    with pytest.raises(suites.NoRunError, match="KL helpers do not import") as caught:
+        run({INKLING: PASSES})
+    assert "\n" not in str(caught.value)
+
+
+def test_no_checkout(tree, tmp_path):
+    def line(*variables: str) -> str:
+        code, line = make(*variables, target="upstream-suites")
+        assert code == 2 and line.startswith("upstream-suites: ")
+        return line
+
+    assert "SGLANG_DIR=... is to name" in line()
+    assert "no such folder" in line(f"SGLANG_DIR={tmp_path / 'none'}")
+    assert "it has no python/sglang" in line(f"SGLANG_DIR={tmp_path}")
+    assert "there is no GPU here" in line(f"SGLANG_DIR={tree}")
+    (tree / "test").rename(tree / "tests")
+    assert "it has no test" in line(f"SGLANG_DIR={tree}")

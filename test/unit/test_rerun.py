@@ -321,6 +321,37 @@ def test_suites_are_read_as_sglang_reads_them(tmp_path):
         assert rerun.suites(text) == expected, text
 
 
+class Written(rerun.Commit):
+    """A commit that is only its files' texts."""
+
+    def __init__(self, files: dict[str, str], mode: str = "100644"):
+        self.sha, self.files, self.modes = "0" * 40, files, dict.fromkeys(files, mode)
+
+    def text(self, path: str) -> str:
+        return self.files[path]
+
+
+def test_a_suite_has_no_symbolic_links():
+    # The text of a link is its target, which may be named like anything.
+    files = {MTP: "register_cuda_ci(1, suite='linked')"}
+    assert Written(files).suites() == {"linked": [MTP]}
+    assert Written(files, rerun.SYMLINK).suites() == {}
+
+
+@pytest.mark.parametrize("many", [100, 101])
+def test_a_suite_of_more_files_than_are_allowed(many):
+    commit = Written({f"test/registered/test_{n}.py": REGISTER for n in range(many)})
+    if many == 100:
+        assert len(rerun.tests([OUR_SUITE], commit)) == 100
+    else:
+        with pytest.raises(rerun.RefusedError, match="101 files; 100 are allowed"):
+            rerun.tests([OUR_SUITE], commit)
+
+
+def test_a_file_that_is_too_long_registers_nothing():
+    assert rerun.suites(REGISTER + "#" * rerun.MAX_FILE) == set()
+
+
 def test_the_short_names_are_ours():
     registered = actions.ROOT / "test/registered/inkling"
     assert set(rerun.SHORT.values()) == {path.name for path in registered.glob("test_*.py")}

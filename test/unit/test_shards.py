@@ -126,7 +126,8 @@ def test_the_subject_is_release_and_text(tmp_path):
 
 def make(*variables: str, target: str = "gpu-test") -> tuple[int, str]:
     done = subprocess.run(
-        ["make", target, f"PYTHON={sys.executable}", *variables],
+        # Under make test, which hands its own level on, make would say where it is.
+        ["make", "--no-print-directory", target, f"PYTHON={sys.executable}", *variables],
         cwd=shards.ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "MAKEFLAGS": ""},
         capture_output=True,

@@ -43,8 +43,8 @@ def tree(tmp_path) -> Path:
 def run(tree, tmp_path, capfd):
     """Runs the suites that are given as texts; gives the exit status, the lines, what was seen."""
 
-    def run(suites: dict[str, str], **variables: str) -> tuple[int, list[str], dict]:
-        for name, text in suites.items():
+    def run(texts: dict[str, str], **variables: str) -> tuple[int, list[str], dict]:
+        for name, text in texts.items():
             (tree / "test/registered/models" / name).write_text(text)
         before = files(tree)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
@@ -89,9 +89,9 @@ def test_the_user_s_checkpoint_is_used_and_kept(run, tmp_path):
 
 
 def test_one_that_fails_does_not_stop_the_next(run, tmp_path):
-    suites = {BITEXACT: FAILS, INKLING: SKIPS, SMALL: PASSES}
+    texts = {BITEXACT: FAILS, INKLING: SKIPS, SMALL: PASSES}
     (tmp_path / "config.json").write_text("{}")
-    code, lines, _ = run(suites, INKLING_TEST_MODEL_PATH=str(tmp_path))
+    code, lines, _ = run(texts, INKLING_TEST_MODEL_PATH=str(tmp_path))
     assert code == 1
     for verdict, name in (("failed", BITEXACT), ("skipped", INKLING), ("passed", SMALL)):
         (line,) = said(lines, verdict)

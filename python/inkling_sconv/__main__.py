@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 import sys
-from importlib.metadata import entry_points
 
 from inkling_sconv import __version__, plugin
-
-GROUP = "sglang.srt.plugins"
+from inkling_sconv.plugin import GROUP
 
 
 def main() -> int:
@@ -50,10 +47,9 @@ def _unreachable() -> str | None:
         return (
             f"this SGLang is older than the plugin door ({GROUP}); upgrade it to 0.5.17 or newer."
         )
-    if plugin.PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
+    if not plugin.is_installed():
         return "the entry point is missing; install the package with pip."
-    names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    if names and plugin.PLUGIN not in names:
+    if not plugin.is_allowed():
         return f"SGLANG_PLUGINS keeps this plugin out; add {plugin.PLUGIN} to it, or unset it."
     return None
 

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -122,10 +121,9 @@ def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
 
 def _plugin_state() -> str:
     """What keeps our plugin out of a server of this Python, or that nothing does."""
-    names = {n.strip() for n in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    if plugin.PLUGIN not in {e.name for e in entry_points(group="sglang.srt.plugins")}:
+    if not plugin.is_installed():
         return "its entry point is missing: pip install sglang-inkling-sconv"
-    if names and plugin.PLUGIN not in names:
+    if not plugin.is_allowed():
         return f"kept out by SGLANG_PLUGINS; add {plugin.PLUGIN} to it"
     return f"loaded by servers, {plugin.VARIABLE}={os.environ.get(plugin.VARIABLE) or 'auto'}"
 

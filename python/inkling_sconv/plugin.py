@@ -11,6 +11,7 @@ import enum
 import logging
 import os
 import sys
+from importlib.metadata import entry_points
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ import wrapt
 from inkling_sconv import __version__
 
 BACKEND_MODULE = "sglang.srt.layers.attention.linear.inkling_sconv_backend"
+GROUP = "sglang.srt.plugins"
 PLUGIN = "inkling_sconv"
 DISTRIBUTION = "sglang-inkling-sconv"
 VARIABLE = "INKLING_SCONV"
@@ -50,6 +52,17 @@ class Mode(str, enum.Enum):
 def register() -> None:
     """Have SGLang's Inkling backend looked at when SGLang imports it, at once if it already has."""
     wrapt.register_post_import_hook(_on_import, BACKEND_MODULE)
+
+
+def is_installed() -> bool:
+    """Whether SGLang finds our entry point."""
+    return PLUGIN in {entry.name for entry in entry_points(group=GROUP)}
+
+
+def is_allowed() -> bool:
+    """Whether ``SGLANG_PLUGINS``, where it is set, lists us."""
+    names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    return not names or PLUGIN in names
 
 
 def _on_import(module: ModuleType) -> None:

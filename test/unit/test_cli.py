@@ -247,7 +247,7 @@ def test_what_keeps_the_plugin_out(driven, monkeypatch):
     assert plugin() == "loaded by servers, INKLING_SCONV=off"
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert plugin() == "kept out by SGLANG_PLUGINS; add inkling_sconv to it"
-    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    monkeypatch.setattr(cli.plugin, "entry_points", lambda group: [])
     assert "entry point is missing" in plugin()
 
 

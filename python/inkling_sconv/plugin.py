@@ -8,6 +8,7 @@ that cures something.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ GROUP = "sglang.srt.plugins"
 PLUGIN = "inkling_sconv"
 DISTRIBUTION = "sglang-inkling-sconv"
 VARIABLE = "INKLING_SCONV"
+FIXES_VARIABLE = "INKLING_SCONV_FIXES"
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,54 @@ def _on_import(module: ModuleType) -> None:
     except Exception as error:
         _log(
             logging.ERROR, f"could not look at {module.__name__} ({_describe(error)}); left alone."
+        )
+    else:
+        if backends:
+            _await_runners()
+
+
+def _await_runners() -> None:
+    """Have the runners looked at when SGLang imports them, at once if it already has."""
+    from inkling_sconv.fixes import FIXES
+
+    chosen = _chosen_fixes()
+    for fix in FIXES:
+        if fix.name in chosen:
+            wrapt.register_post_import_hook(functools.partial(_mend, fix), fix.module)
+
+
+def _chosen_fixes() -> set[str]:
+    """Names in ``INKLING_SCONV_FIXES``; where it is not set, the fixes that are proven."""
+    from inkling_sconv.fixes import FIXES
+
+    value = os.environ.get(FIXES_VARIABLE)
+    if value is None:
+        return {fix.name for fix in FIXES if fix.proven}
+    asked = {name.strip().lower() for name in value.split(",")} - {"", "none"}
+    known = {fix.name for fix in FIXES}
+    if unknown := asked - known:
+        _log(
+            logging.WARNING,
+            f"{FIXES_VARIABLE}: {', '.join(sorted(unknown))}: no such fix; there are "
+            f"{', '.join(sorted(known))}, and none.",
+        )
+    return asked & known
+
+
+def _mend(fix: Any, module: ModuleType) -> None:
+    # What is raised here would propagate into SGLang's own import.
+    try:
+        if not fix.harms(module):
+            return
+        fix.mend(module)
+        _log(
+            logging.WARNING,
+            f"{fix.name} ({fix.change}): {fix.harm}; mended. {FIXES_VARIABLE}=none turns this off.",
+        )
+    except Exception as error:
+        _log(
+            logging.ERROR,
+            f"{fix.name}: could not look at {module.__name__} ({_describe(error)}); left alone.",
         )
 
 

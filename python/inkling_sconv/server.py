@@ -42,7 +42,10 @@ BASE_OPTIONS = (
     "--enable-deterministic-inference",
     "--cuda-graph-max-bs=8",
     "--max-running-requests=8",
+    # Far more than the prompts need, and little beside what else runs on the GPU.
     "--mem-fraction-static=0.3",
+    "--max-total-tokens=131072",
+    "--max-mamba-cache-size=512",
     "--grammar-backend=none",
     "--skip-server-warmup",
 )

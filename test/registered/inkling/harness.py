@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import platform
+import shutil
 import tempfile
 from dataclasses import asdict
 from importlib.metadata import version
@@ -73,11 +74,29 @@ def environment(tree: Path, **variables: str) -> dict[str, str]:
     }
 
 
-def applied(tree: Path) -> Path:
-    """``tree`` after ``inkling-sconv apply``, in a copy."""
+def applied(tree: Path, *edits: tuple[str, str]) -> Path:
+    """``tree`` after ``inkling-sconv apply``, in a copy; then with ``edits`` in it."""
     fork = Tree(tree)
     text = source.fix(fork.backend.read_bytes()).text.decode()
-    return overlay(fork, text)
+    return overlay(fork, replaced(text, *edits))
+
+
+def replaced(text: str, *edits: tuple[str, str]) -> str:
+    """``text`` with each ``old``, which stands there once, made ``new``."""
+    for old, new in edits:
+        assert text.count(old) == 1, f"{text.count(old)} places of {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def mutated(module: str, *edits: tuple[str, str]) -> Path:
+    """A folder to put on ``PYTHONPATH``: a copy of our package with ``edits`` in one module."""
+    package = Path(source.__file__).parent
+    top = Path(tempfile.mkdtemp(prefix="inkling-sconv-"))
+    shutil.copytree(package, top / package.name)
+    file = top / package.name / module
+    file.write_text(replaced(file.read_text(), *edits))
+    return top
 
 
 def record(name: str, **figures: Any) -> None:

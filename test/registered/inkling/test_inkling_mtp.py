@@ -6,6 +6,7 @@ One GPU, no download. Each class starts one server on the tiny checkpoint.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import unittest
@@ -206,6 +207,65 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
     @classmethod
     def environment(cls) -> dict[str, str]:
         return {}
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestDraftCheckpoint(unittest.TestCase):
+    """Tokens per decode step after a hit, without the draft's checkpoints and with them."""
+
+    def test_tokens_per_step_after_a_hit(self) -> None:
+        figures = {}
+        for fixes in ("none", "draft-checkpoint"):
+            with server(f"fixes-{fixes}", {"INKLING_SCONV_FIXES": fixes}) as running:
+                inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
+                answers = running.generate(inputs, NEW_TOKENS)
+                made = [[*i, *a["output_ids"]] for i, a in zip(inputs, answers, strict=True)]
+                suffixes = exact.prompts(PROMPTS, [1, 2, 5, 20, 150], VOCABULARY, seed=5)
+                figures[fixes] = exact.accepted_after_hit(running, made, suffixes, 96)
+        harness.record("mtp-draft-checkpoint", **figures)
+
+
+@unittest.skipIf(fork_reason(), fork_reason() or "")
+class TestMutants(unittest.TestCase):
+    """Wrong versions, on a real server: what the cases above must see, they see."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.figures: dict[str, object] = {}
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        harness.record("mtp-mutants", **cls.figures)
+
+    def test_guard_inside_the_inert_fill_dies(self) -> None:
+        tree = harness.applied(
+            harness.crashing_fork(),
+            ("if prefix_lens is None and on_graph_path:", "if prefix_lens is None and filled:"),
+            (
+                "        if forward_batch.mamba_track_mask is None:\n",
+                "        filled = forward_batch.mamba_track_mask is None\n        if filled:\n",
+            ),
+        )
+        environment = harness.environment(tree, INKLING_SCONV="off")
+        with self.assertRaises(ServerError) as caught, server("mutant-guard", environment):
+            pass
+        error = str(caught.exception).partition("; ")[0]
+        self.figures["guard inside the inert fill"] = error
+        self.assertIn("AttributeError", error)
+
+    def test_window_one_row_late_differs(self) -> None:
+        # In the kernel alone: what the plugin drives on the CPU is right.
+        package = harness.mutated("kernels.py", ("(column - WINDOW)", "(column - WINDOW + 1)"))
+        variables = harness.environment(harness.crashing_fork(), INKLING_SCONV="auto")
+        variables["PYTHONPATH"] = os.pathsep.join([str(package), variables["PYTHONPATH"]])
+        with server("mutant-window", variables) as running:
+            prefixes = exact.prompts(PROMPTS, (256, 300, 700, 1100), VOCABULARY, seed=2)
+            suffixes = exact.prompts(PROMPTS, [150], VOCABULARY, seed=3)
+            running.generate(prefixes, 0)
+            comparison = exact.hit_against_cold(running, "prefill-made hit", prefixes, suffixes, 64)
+        self.figures["window one row late"] = comparison
+        self.assertTrue(all(comparison.cached), comparison)
+        self.assertGreater(comparison.differing, 0, comparison)
 
 
 if __name__ == "__main__":

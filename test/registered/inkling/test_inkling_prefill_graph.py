@@ -6,6 +6,7 @@ One GPU, no download, one server a class.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import unittest
 from pathlib import Path
@@ -13,27 +14,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
-from inkling_sconv import checks, exact, source
+from inkling_sconv import exact, source
+from inkling_sconv.fixes import FIXES
 from inkling_sconv.server import BASE_OPTIONS, Server
 from inkling_sconv.tiny import VOCABULARY
 from inkling_sconv.tree import find
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=300, stage="base-b", runner_config="1-gpu-large")
+register_cuda_ci(est_time=600, stage="base-b", runner_config="1-gpu-large")
 
 # Every further size costs 12 s of compilation.
 GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full", "--cuda-graph-bs-prefill", "256", "1024")
 
 
-class PrefillIsExact:
-    """Cases for one server."""
+class OneServer:
+    """A server, and the suffixes on prefixes that its prefill graphs left, against cold."""
 
     name: str
     options: tuple[str, ...] = ()
+    fixes: str | None = None
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        return {}
+        return {} if cls.fixes is None else {"INKLING_SCONV_FIXES": cls.fixes}
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -50,42 +53,93 @@ class PrefillIsExact:
         harness.record(f"prefill-{cls.name}", **cls.figures)
         cls.stack.close()
 
-    def check(self, comparison: exact.Comparison) -> None:
+    def prefill_made_hit(self) -> exact.Comparison:
+        """Several requests in one replay, then prompts one by one, then a suffix on each."""
+        at_once = exact.prompts(6, (140, 150, 160), VOCABULARY, seed=8)
+        prefixes = exact.prompts(6, (256, 300, 500, 640, 700, 900), VOCABULARY, seed=2)
+        suffixes = exact.prompts(6, (20, 150, 60), VOCABULARY, seed=3)
+        self.server.flush()
+        self.server.generate(at_once, 64)
+        self.server.flush()
+        # Each prompt is a replay of its own, the next ones smaller and larger.
+        for prefix in prefixes:
+            self.server.generate([prefix], 0)
+        comparison = exact.hit_against_cold(self.server, "prefill-made hit", prefixes, suffixes, 64)
         self.figures[comparison.name] = comparison
-        if not comparison.exact and checks.leaves_stale_rows():
-            self.skipTest(
-                "this SGLang's prefill runner leaves stale track rows (#34184): "
-                f"{comparison.differing} of {comparison.compared} floats differ"
-            )
-        self.assertTrue(comparison.exact, comparison)
+        self.assertTrue(all(comparison.cached), comparison)
+        return comparison
+
+
+class IsExact(OneServer):
+    """Nothing differs."""
 
     def test_decode_equals_a_cold_prefill(self) -> None:
         inputs = exact.prompts(6, (100, 128, 333, 700), VOCABULARY)
         comparison, _ = exact.decode_against_prefill(self.server, inputs, 200)
-        self.check(comparison)
+        self.figures[comparison.name] = comparison
+        self.assertTrue(comparison.exact, comparison)
 
     def test_prefill_made_hit_equals_cold(self) -> None:
-        prefixes = exact.prompts(6, (256, 300, 500, 640, 700, 900), VOCABULARY, seed=2)
-        suffixes = exact.prompts(6, (20, 150, 60), VOCABULARY, seed=3)
-        self.server.flush()
-        # One by one: each prompt is a replay of its own, the next ones smaller and larger.
-        for prefix in prefixes:
-            self.server.generate([prefix], 0)
-        comparison = exact.hit_against_cold(self.server, "prefill-made hit", prefixes, suffixes, 64)
-        self.check(comparison)
-        self.assertTrue(all(comparison.cached), comparison)
+        comparison = self.prefill_made_hit()
+        self.assertTrue(comparison.exact, comparison)
+
+
+class Differs(OneServer):
+    """The fixes off, where the harm is there: what this file is here to see must be seen."""
+
+    fixes = "none"
+
+    def test_prefill_made_hit_differs(self) -> None:
+        comparison = self.prefill_made_hit()
+        self.assertGreater(comparison.differing, 0, comparison)
+
+
+def harmless(*names: str) -> str | None:
+    """Why there is nothing to see with the fixes off; ``names`` are those that would mend it."""
+    if harness.NO_GPU:
+        return harness.NO_GPU
+    found = (fix for fix in FIXES if fix.name in names)
+    if any(fix.harms(importlib.import_module(fix.module)) for fix in found):
+        return None
+    return f"this SGLang has no need of {', '.join(names)}"
 
 
 @unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
-class TestExtraBuffer(PrefillIsExact, unittest.TestCase):
+class TestExtraBuffer(IsExact, unittest.TestCase):
     name = "extra-buffer"
 
 
 @unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
-class TestExtraBufferLazy(PrefillIsExact, unittest.TestCase):
+class TestExtraBufferLazy(IsExact, unittest.TestCase):
     # Not with MTP: SGLang refuses that combination.
     name = "extra-buffer-lazy"
     options = ("--mamba-radix-cache-strategy=extra_buffer_lazy",)
+
+
+@unittest.skipIf(harmless("prefill-rows"), harmless("prefill-rows") or "")
+class TestWithoutFixes(Differs, unittest.TestCase):
+    name = "without-fixes"
+
+
+# A speculative algorithm that keeps the prefill graph where EAGLE disables it.
+NGRAM = (
+    "--speculative-algorithm=NGRAM",
+    "--speculative-ngram-max-bfs-breadth=1",
+    "--speculative-num-draft-tokens=4",
+)
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestNgram(IsExact, unittest.TestCase):
+    name = "ngram"
+    options = NGRAM
+    fixes = "prefill-rows,prefill-tracking"
+
+
+@unittest.skipIf(harmless("prefill-tracking"), harmless("prefill-tracking") or "")
+class TestNgramWithoutFixes(Differs, unittest.TestCase):
+    name = "ngram-without-fixes"
+    options = NGRAM
 
 
 def fork_reason() -> str | None:
@@ -96,7 +150,7 @@ def fork_reason() -> str | None:
 
 
 @unittest.skipIf(fork_reason(), fork_reason() or "")
-class TestCrashingForkWithPlugin(PrefillIsExact, unittest.TestCase):
+class TestCrashingForkWithPlugin(IsExact, unittest.TestCase):
     """Our refresh on the path where a replay brings live masks."""
 
     name = "plugin"

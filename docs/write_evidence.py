@@ -118,6 +118,31 @@ def suites() -> Iterator[tuple[str, ...]]:
             yield path.stem, name, str(len(cases)), failed, f"{seconds:.0f}"
 
 
+def soak() -> Iterator[tuple[str, ...]]:
+    """What a load left behind, from the record of test_inkling_soak.py."""
+    seen = load("soak")
+    ends, rescored, killed = seen["ends"], seen["rescored"], seen["killed"]
+    yield "requests", f"{seen['requests']} in {seen['seconds']:.0f} s"
+    yield "aborted by their client, streams left", f"{ends['aborted']}, {ends['closed']}"
+    yield "retracted", str(seen["retracted"])
+    yield "most running, most in the queue", f"{seen['most running']}, {seen['most queued']}"
+    figure = f"{rescored['differing']} of {rescored['compared']}"
+    figure = figure if rescored["differing"] == 0 else f"**{figure}**"
+    yield "rescored by a cold prefill: floats that differ", f"{figure} ({rescored['detail']})"
+    for pool, before in seen["start"]["pools"].items():
+        after = seen["end"]["pools"][pool]
+        yield f"free {pool} slots, before and after", f"{before['available']}, {after['available']}"
+    for key, label in (("gpu", "GPU"), ("resident", "resident")):
+        first, last = (f"{seen[key][n] / 2**20:.0f}" for n in (len(seen[key]) // 10, -1))
+        yield f"{label} memory, MiB, after a tenth and at the end", f"{first}, {last}"
+    yield (
+        "`kill -9` of the scheduler",
+        f"{killed['cut off']} requests got an error within {killed['seconds']:.1f} s",
+    )
+    if again := seen.get("restarted"):
+        yield "after a restart", f"{again['the same']} of {again['answers']} answers the same"
+
+
 INTRODUCTION = """\
 # Evidence
 
@@ -147,6 +172,12 @@ With the full prefill graph, {same} with our method and without it: the
 cause is outside the refresh. This SGLang's prefill runner leaves stale track rows past the live
 batch (`inkling-sconv doctor`: #34184, mended in 0.5.18); that they are what differs here was not
 shown. The test skips with its figure where doctor finds such a runner.
+"""
+SOAK = """\
+## Soak
+
+As published, MTP, pools of 3072 tokens and 48 conv states, 32 clients: shared prefixes,
+conversations, aborts, flushes, retraction.
 """
 STEPS = """\
 Tokens per step are recorded, not asserted. Up to 0.5.21 the draft's own conv checkpoints are not
@@ -178,6 +209,10 @@ def page() -> Iterator[str]:
     yield from table(("server", "", "figure"), facts())
     yield STEPS
     yield from designs()
+    # A record without these is one of a load that failed.
+    if load("soak").get("killed"):
+        yield SOAK
+        yield from table(("", "figure"), soak())
     yield "## Runs\n"
     yield from table(("run", "suite", "tests", "failed", "seconds"), suites())
     yield "## Not run\n"

@@ -1,18 +1,23 @@
 """A stand-in for ``sglang.launch_server`` without SGLang: greedy tokens are hashes of the text.
 
-It takes the same options, answers ``/health``, ``/flush_cache`` and ``/generate``, and has a prefix
-cache of whole pages. ``FAKE_SERVER`` names what it does wrong; unset, it does nothing wrong.
+It takes the same options, answers ``/health``, ``/flush_cache``, ``/abort_request`` and
+``/generate``, and has a prefix cache of whole pages. With ``--enable-metrics`` it is a server under
+load: eight requests run at most, a child is its scheduler, its log tells of queue and retraction,
+and ``/metrics`` of its pools. ``FAKE_SERVER`` names what it does wrong; unset, it does nothing
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +28,10 @@ PAGE = 128
 TOKENS_PER_STEP = 2
 MODE = os.environ.get("FAKE_SERVER", "healthy")
 FOREVER = 3600
+RUNNING = 8
+WAVE_TOKENS = 300
+# A pool of tokens, one of the window's, and one of conv states.
+POOLS = {"kv": 100_000 * PAGE, "swa": 100_000 * PAGE, "mamba": 100_000}
 
 
 def _change(path: str, value: Any):
@@ -115,10 +124,82 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
     return whole
 
 
+class Busy:
+    """What a server under load counts and says."""
+
+    def __init__(self) -> None:
+        self.on = self.dead = False
+        self.slots = threading.Semaphore(10**6 if MODE == "never-queues" else RUNNING)
+        self.lock = threading.Lock()
+        self.running = self.waiting = self.leaked = self.ended = 0
+        self.aborted: set[str] = set()
+        self.ballast: list[bytes] = []
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.waiting += 1
+        self.slots.acquire()
+        self.hang_if_dead()
+        with self.lock:
+            self.waiting -= 1
+            self.running += 1
+            if self.on:
+                queued = 0 if MODE == "never-queues" else self.waiting
+                print(f"Prefill, #running-req: {min(self.running, RUNNING)}, #queue-req: {queued}")
+
+    def hang_if_dead(self) -> None:
+        """Without a scheduler nobody answers, and here nobody says so."""
+        if self.dead:
+            time.sleep(FOREVER)
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_if_dead()
+        with self.lock:
+            self.running -= 1
+            self.ended += 1
+            if MODE == "grows":
+                # Not zeros, which take no memory before they are written.
+                self.ballast.append(b"x" * 2**20)
+        self.slots.release()
+
+    def started(self, count: int) -> None:
+        """A request of ``count`` new tokens runs."""
+        if self.on and count == WAVE_TOKENS and MODE != "never-retracts":
+            print("KV cache pool is full. Retract requests. #retracted_reqs: 1, #more: 0")
+
+    def step(self) -> None:
+        """A decode step takes its time, or an abort would always be late."""
+        if self.on:
+            time.sleep(0.001)
+
+    def gone(self, rid: str) -> bool:
+        """Whether a request was aborted. As SGLang's: by the beginning of its id."""
+        return MODE != "ignores-aborts" and rid.startswith(tuple(self.aborted))
+
+    def metrics(self, cached: int) -> str:
+        lines = ["sglang:fwd_occupancy NaN"]
+        for pool, total in POOLS.items():
+            size = PAGE if pool != "mamba" else 1
+            used = size * self.running + (self.leaked if pool == "mamba" else 0)
+            evictable = size * cached
+            if MODE == "leaks-unseen" and pool == "mamba":
+                used, total = 0, total - self.leaked
+            figures = {"used": used, "evictable": evictable, "available": total - used - evictable}
+            for kind, value in figures.items():
+                lines.append(f'sglang:{pool}_{kind}_tokens{{tp_rank="0"}} {value}.0')
+        queued = 0 if MODE == "never-queues" else self.waiting
+        lines += [f"sglang:num_running_reqs {self.running}.0", f"sglang:num_queue_reqs {queued}.0"]
+        return "\n".join(lines) + "\n"
+
+
 class Model:
     def __init__(self) -> None:
         self.cache: set[int] = set()
         self.calls = 0
+
+    def cached(self) -> int:
+        """Pages in the cache. The beginning of everything is in it, and is none."""
+        return max(0, len(self.cache) - 1)
 
     def flush(self) -> None:
         if MODE != "never-flushes":
@@ -139,6 +220,7 @@ class Model:
         meta = {
             "cached_tokens": cached,
             "completion_tokens": count,
+            "finish_reason": {"type": "length", "length": count},
             "output_token_logprobs": entries[len(tokens) :],
             "spec_verify_ct": -(-count // TOKENS_PER_STEP),
         }
@@ -146,13 +228,21 @@ class Model:
             scored = entries[scored_from : len(tokens)]
             scored[0] = [None, *scored[0][1:]]
             meta["input_token_logprobs"] = scored
+        if MODE == "corrupts" and scored_from < 0 and count:
+            score = meta["output_token_logprobs"][0]
+            score[0] = math.nextafter(score[0], 0)
+        if MODE == "drifts" and BUSY.ended > 100 and count:
+            whole[-1] = (whole[-1] + 1) % VOCABULARY
         if MODE == "does-not-speculate":
             del meta["spec_verify_ct"]
         return {"output_ids": whole[len(tokens) :], "meta_info": meta}
 
     def generate(self, body: dict[str, Any]) -> Any:
         self.calls += 1
-        count, scored_from = body["sampling_params"]["max_new_tokens"], body["logprob_start_len"]
+        count = body["sampling_params"]["max_new_tokens"]
+        scored_from = body.get("logprob_start_len", -1)
+        if isinstance(body["input_ids"][0], int):
+            return self.answer(body["input_ids"], count, scored_from)
         answers = [self.answer(ids, count, scored_from) for ids in body["input_ids"]]
         if MODE == "one-ulp" and scored_from == 0:
             entry = answers[-1]["meta_info"]["input_token_logprobs"][-1]
@@ -162,6 +252,9 @@ class Model:
         if MODE in RUBBISH_SCORES and scored_from >= 0:
             return RUBBISH_SCORES[MODE](answers)
         return RUBBISH[MODE](answers) if MODE in RUBBISH and count else answers
+
+
+BUSY = Busy()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -181,6 +274,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if MODE == "silent-health":
             time.sleep(FOREVER)
+        if self.path == "/metrics" and BUSY.on:
+            return self.send(200, BUSY.metrics(self.model.cached()))
         self.send(503 if MODE == "unhealthy" else 200, "")
 
     def do_POST(self) -> None:
@@ -188,6 +283,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/flush_cache"):
             self.model.flush()
             return self.send(400 if MODE == "refuses-to-flush" else 200, "Cache flushed.\n")
+        if self.path == "/abort_request":
+            BUSY.aborted.add(body["rid"])
+            return self.send(200, "")
         if not body.get("stream"):
             print("generating", flush=True)
         if MODE == "dies" and self.model.calls:
@@ -198,26 +296,43 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(FOREVER)
         if MODE == "status-500":
             return self.send(500, "Internal Server Error")
-        if body.get("stream"):
-            return self.stream(body["input_ids"], body["sampling_params"]["max_new_tokens"])
-        return self.send(200, self.model.generate(body))
+        count = body["sampling_params"]["max_new_tokens"]
+        with BUSY:
+            BUSY.started(count)
+            if body.get("stream"):
+                # Its client may leave it.
+                with contextlib.suppress(ConnectionError):
+                    return self.stream(body["input_ids"], count, body.get("rid", ""))
+                return None
+            if BUSY.on:
+                time.sleep(0.002)
+            answer = self.model.generate(body)
+        return self.send(200, answer)
 
-    def stream(self, tokens: list[int], count: int) -> None:
+    def stream(self, tokens: list[int], count: int, rid: str) -> None:
         self.send_response(200)
         self.end_headers()
-        output = self.model.answer(tokens, count, -1)["output_ids"]
+        whole = self.model.answer(tokens, count, -1)
+        output = whole["output_ids"]
         ends = [*range(TOKENS_PER_STEP, count, TOKENS_PER_STEP), count]
         for step, end in enumerate(ends):
             if step == 3 and MODE == "dies-mid-stream":
                 die("CUDA error: device-side assert triggered")
             if step == 3 and MODE == "stops-mid-stream":
                 return
-            content: Any = {"output_ids": output[:end]}
+            BUSY.step()
+            content: Any = {**whole, "output_ids": output[:end]}
+            if gone := BUSY.gone(rid):
+                reason = {"type": "abort", "message": "aborted"}
+                content["meta_info"] = {**whole["meta_info"], "finish_reason": reason}
+                BUSY.leaked += MODE in ("leaks", "leaks-unseen")
             if step == 3 and MODE in STREAM_RUBBISH:
                 content = STREAM_RUBBISH[MODE]
             text = content if isinstance(content, str) else json.dumps(content)
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
+            if gone:
+                break
         self.wfile.write(b"data: [DONE]\n\n")
 
 
@@ -241,11 +356,36 @@ def die(message: str) -> None:
     os._exit(1)
 
 
+def have_scheduler() -> None:
+    """A child under the scheduler's title; where it ends, so does the server, as SGLang's do."""
+    code = f"import time; print(1, flush=True); time.sleep({FOREVER})"
+    child = subprocess.Popen(
+        ["sglang::scheduler", "-S", "-c", code], executable=sys.executable, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+
+    def watch() -> None:
+        child.wait()
+        if MODE == "unwatched":
+            BUSY.dead = True
+            return
+        print("Subprocess scheduler_0 crashed with exit code -9.", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Listener(ThreadingHTTPServer):
+    # The default of 5 drops connections of a load.
+    request_queue_size = 128
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--enable-metrics", action="store_true")
     options, _ = parser.parse_known_args()
     print(f"serving {options.model_path}", flush=True)
     if MODE == "crashes":
@@ -262,7 +402,11 @@ def main() -> None:
         child.stdout.readline()
     if MODE in ("never-serves", "never-listens"):
         time.sleep(FOREVER)
-    ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
+    if options.enable_metrics:
+        BUSY.on = True
+        sys.stdout.reconfigure(line_buffering=True)
+        have_scheduler()
+    Listener((options.host, options.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ SHORT = {
     "captures": "test_inkling_refresh_capture.py",
     "mtp": "test_inkling_mtp.py",
     "prefill": "test_inkling_prefill_graph.py",
+    "soak": "test_inkling_soak.py",
 }
 ROOT, REGISTERED, NEEDS_GPU = "test/", "test/registered/", ("test/registered/", "test/gpu/")
 MAX_COMMENT, MAX_WORDS, MAX_TESTS, MAX_FILE = 1000, 20, 100, 1_000_000

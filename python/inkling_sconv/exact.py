@@ -98,6 +98,33 @@ def decode_against_prefill(
     return compare("decode against a cold prefill", decoded, scored), answers
 
 
+def rescored(
+    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[dict[str, Any]]
+) -> Comparison:
+    """Logprobs of answers given earlier, under any load, against a cold prefill of each text.
+
+    ``answers`` are those of ``Server.generate``, or of the same request with other company. A text
+    that was answered several times is scored once, and every answer is compared with that.
+    """
+    cold: dict[tuple[int, ...], list[float]] = {}
+    decoded, scored = [], []
+    server.flush()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = (*prompt, *answer["output_ids"])
+        # The cache fills again, but a prompt that is scored from its first token reuses nothing.
+        if text not in cold:
+            (again,) = _cold(server, server.generate([text], 0, scored_from=0))
+            cold[text] = _logprobs(again, "input")
+        decoded.append(_logprobs(answer, "output"))
+        scored.append(cold[text][-len(decoded[-1]) :])
+    return compare(
+        "answers under load against a cold prefill",
+        decoded,
+        scored,
+        detail=f"{len(answers)} answers, {len(cold)} texts",
+    )
+
+
 def hit_against_cold(
     server: Server,
     name: str,

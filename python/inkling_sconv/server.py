@@ -7,12 +7,13 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,43 @@ class Server:
         except (ValueError, RecursionError):
             return answer.text
 
+    def get(self, path: str) -> str:
+        """GET ``path``; the answer as text.
+
+        Raises:
+            ServerError: no answer, an error status, or the server is gone.
+        """
+        try:
+            answer = self.session.get(f"{self.url}{path}", timeout=self.request_seconds)
+        except requests.RequestException as error:
+            raise self.error(f"{path}: no answer ({type(error).__name__})") from None
+        if answer.status_code != 200:
+            raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
+        return answer.text
+
+    def processes(self) -> dict[int, str]:
+        """What lives of the server's process group: command line by process id.
+
+        SGLang's processes replace theirs with a title, such as ``sglang::scheduler``.
+        """
+        if self.process is None:
+            return {}
+        found = {}
+        for number in _living(self.process.pid):
+            with contextlib.suppress(OSError):
+                line = (Path("/proc") / str(number) / "cmdline").read_bytes()
+                found[number] = line.replace(b"\0", b" ").decode(errors="replace").strip()
+        return found
+
+    def resident(self) -> int:
+        """Bytes of memory that the group's processes hold; a shared page counts for each."""
+        total = 0
+        for number in self.processes():
+            with contextlib.suppress(OSError):
+                pages = (Path("/proc") / str(number) / "statm").read_text().split()[1]
+                total += int(pages) * resource.getpagesize()
+        return total
+
     def flush(self) -> None:
         """Empty the prefix cache."""
         self.post("/flush_cache?timeout=30")
@@ -301,8 +339,8 @@ def last_exception(log: Path) -> str | None:
     return found
 
 
-def _lives(group: int) -> bool:
-    """Whether a process group has a process that has not ended.
+def _living(group: int) -> Iterator[int]:
+    """Ids of the processes of a group that have not ended.
 
     Zombies have: where process 1 is no init, as in many a container, they stay.
     """
@@ -311,8 +349,12 @@ def _lives(group: int) -> bool:
             # The name, in parentheses, may hold anything.
             state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
             if int(of) == group and state not in "ZX":
-                return True
-    return False
+                yield int(process.name)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process group has a process that has not ended."""
+    return any(True for _ in _living(group))
 
 
 def _free_port() -> int:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 CLASSES = {
     "test_inkling_mtp.py::TestCrashingForkWithPlugin::test_decode_made_hit_equals_cold",
     "test_inkling_prefill_graph.py::TestExtraBuffer::test_prefill_made_hit_equals_cold",
+    "test_inkling_soak.py::TestSoak::test_no_slot_leaked",
 }
 
 

@@ -1,0 +1,168 @@
+"""A server with MTP and a small pool under thousands of requests: answers, slots, memory, death.
+
+One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is how many; 20,000 if it is not set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import harness
+import load
+from inkling_sconv import exact
+from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS, Server
+from inkling_sconv.tiny import VOCABULARY
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
+
+REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "20000"))
+RUNNING = 8
+OPTIONS = (
+    *BASE_OPTIONS,
+    *MTP_OPTIONS,
+    # 24 pages: room for any request, and not for what a wave of eight grows to. The window's layers
+    # have as many, so that one pool is short and it is known which.
+    "--max-total-tokens=3072",
+    "--swa-full-tokens-ratio=1.0",
+    # Five for each request that runs is what SGLang asks for; eight are left for the prefix cache.
+    "--max-mamba-cache-size=48",
+    # Requests are let in with little kept back for what they grow to, or none would be retracted.
+    "--schedule-conservativeness=0.1",
+    "--enable-metrics",
+    # Several times in the request that makes an idle server publish its counters.
+    "--decode-log-interval=8",
+    "--log-level-http=warning",
+)
+GPU_BOUND, RESIDENT_BOUND = 64 * 2**20, 256 * 2**20
+KILLED_AFTER, KILL_LOAD, KILL_SECONDS = 200, 1000, 60
+
+FIGURES: dict[str, Any] = {}
+ANSWERS: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+
+def gpu_bytes() -> int:
+    """Bytes in use on the device, whoever uses them."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def note() -> None:
+    harness.record("soak", **FIGURES)
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestSoak(unittest.TestCase):
+    """Everything happens before the first test, in order; the tests look at what it left."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.addClassCleanup(note)
+        with contextlib.ExitStack() as stack:
+            log = harness.LOGS / "server-soak.log"
+            server = stack.enter_context(Server(harness.checkpoint(), OPTIONS, log))
+            rounds = load.plan(REQUESTS, VOCABULARY, seed=0)
+            cls.soak = load.soak(server, rounds, VOCABULARY, gpu_bytes)
+            # Read before the kill, which adds to it.
+            cls.log = log.read_text(errors="replace")
+            cls.note_soak()
+            cls.failed = load.failed(cls.soak.outcomes)
+            if cls.failed:
+                raise server.error(f"{len(cls.failed)} requests failed: {cls.failed[0]}")
+            kept = load.scored(cls.soak.outcomes)
+            cls.rescored = exact.rescored(
+                server, [o.ids for o in kept], [o.answer for o in kept if o.answer]
+            )
+            FIGURES["rescored"] = cls.rescored
+            (jobs,) = load.plan(KILL_LOAD, VOCABULARY, seed=1, size=KILL_LOAD)
+            cls.killed = load.kill(server, jobs, KILLED_AFTER, KILL_SECONDS)
+            cut_off = cls.killed.cut_off
+            FIGURES["killed"] = {
+                "cut off": len(cut_off),
+                "seconds": cls.killed.seconds,
+                "server ended after": cls.killed.ended,
+                "error": cut_off[0].error if cut_off else None,
+            }
+        FIGURES["processes left"] = server.processes()
+        cls.left = server.processes()
+
+    @classmethod
+    def note_soak(cls) -> None:
+        soak = cls.soak
+        for ids, outcomes in load.repeated(soak.outcomes).items():
+            ANSWERS[ids] = max((o.tokens for o in outcomes), key=len)
+        ends = [outcome.end for outcome in soak.outcomes]
+        FIGURES.update(
+            {
+                "requests": len(soak.outcomes),
+                "seconds": soak.seconds,
+                "shapes": dict(load.Counter(o.shape for o in soak.outcomes)),
+                "ends": {end.value: ends.count(end) for end in load.End},
+                "flushes": soak.flushes,
+                "retracted": load.retracted(cls.log),
+                "most running": load.most(cls.log, "running"),
+                "most queued": load.most(cls.log, "queue"),
+                "prompts asked again": len(ANSWERS),
+                "start": soak.start,
+                "end": soak.end,
+                "looked at": len(soak.idle),
+                "gpu": soak.gpu,
+                "resident": soak.resident,
+            }
+        )
+
+    def test_every_shape_was_there(self) -> None:
+        self.assertEqual(load.missing(self.soak.outcomes, REQUESTS), [])
+
+    def test_requests_queued_and_were_retracted(self) -> None:
+        self.assertEqual(load.untested(self.log, RUNNING), [])
+
+    def test_a_cold_prefill_gives_the_same_floats(self) -> None:
+        self.assertTrue(self.rescored.exact, self.rescored)
+
+    def test_the_same_prompt_has_the_same_answer(self) -> None:
+        self.assertEqual(load.disagreeing(self.soak.outcomes), [])
+
+    def test_no_slot_leaked(self) -> None:
+        self.assertEqual(load.leaked(self.soak), [])
+
+    def test_memory_is_flat(self) -> None:
+        self.assertEqual(load.grown("GPU", self.soak.gpu, GPU_BOUND), [])
+        self.assertEqual(load.grown("resident", self.soak.resident, RESIDENT_BOUND), [])
+
+    def test_clients_of_a_killed_scheduler_get_an_error(self) -> None:
+        self.assertEqual(load.silent(self.killed, KILL_LOAD, KILL_SECONDS), [])
+
+    def test_no_process_is_left(self) -> None:
+        self.assertEqual(self.left, {})
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestSoakRestarted(unittest.TestCase):
+    """Another server on the same model, after the first one's scheduler was killed."""
+
+    def test_it_answers_as_the_first(self) -> None:
+        if not ANSWERS:
+            self.skipTest("needs the answers of TestSoak, in the same run")
+        log = harness.LOGS / "server-soak-restarted.log"
+        with Server(harness.checkpoint(), OPTIONS, log) as server:
+            same = [
+                tuple(server.generate([ids], len(tokens))[0]["output_ids"]) == tokens
+                for ids, tokens in ANSWERS.items()
+            ]
+        FIGURES["restarted"] = {"answers": len(same), "the same": sum(same)}
+        note()
+        self.assertTrue(all(same), f"{sum(same)} of {len(same)} answers the same")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,7 +1,8 @@
 """A stand-in for ``sglang.launch_server`` without SGLang: greedy tokens are hashes of the text.
 
-It takes the same options, answers ``/health``, ``/flush_cache`` and ``/generate``, and has a prefix
-cache of whole pages. ``FAKE_SERVER`` names what it does wrong; unset, it does nothing wrong.
+It takes the same options, answers ``/health``, ``/flush_cache``, ``/generate`` and
+``/start_profile``, and has a prefix cache of whole pages. ``FAKE_SERVER`` names what it does wrong;
+unset, it does nothing wrong.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import fake_trace
 
 VOCABULARY = 500
 PAGE = 128
 TOKENS_PER_STEP = 2
 MODE = os.environ.get("FAKE_SERVER", "healthy")
+if MODE == "accepts-less":
+    TOKENS_PER_STEP = 1
 FOREVER = 3600
 
 
@@ -119,6 +125,7 @@ class Model:
     def __init__(self) -> None:
         self.cache: set[int] = set()
         self.calls = 0
+        self.profile: dict[str, Any] | None = None
 
     def flush(self) -> None:
         if MODE != "never-flushes":
@@ -146,12 +153,18 @@ class Model:
             scored = entries[scored_from : len(tokens)]
             scored[0] = [None, *scored[0][1:]]
             meta["input_token_logprobs"] = scored
+        meta["spec_accept_histogram"] = [count % TOKENS_PER_STEP, count // TOKENS_PER_STEP]
+        if MODE == "other-logprob" and count > 200:
+            entry = meta["output_token_logprobs"][7]
+            entry[0] = math.nextafter(entry[0], 0)
         if MODE == "does-not-speculate":
             del meta["spec_verify_ct"]
         return {"output_ids": whole[len(tokens) :], "meta_info": meta}
 
     def generate(self, body: dict[str, Any]) -> Any:
         self.calls += 1
+        if self.profile:
+            self.write_trace(len(body["input_ids"]))
         count, scored_from = body["sampling_params"]["max_new_tokens"], body["logprob_start_len"]
         answers = [self.answer(ids, count, scored_from) for ids in body["input_ids"]]
         if MODE == "one-ulp" and scored_from == 0:
@@ -162,6 +175,20 @@ class Model:
         if MODE in RUBBISH_SCORES and scored_from >= 0:
             return RUBBISH_SCORES[MODE](answers)
         return RUBBISH[MODE](answers) if MODE in RUBBISH and count else answers
+
+    def write_trace(self, batch: int) -> None:
+        """As SGLang does it with ``profile_by_stage``, in the middle of a generation."""
+        request, self.profile = self.profile, None
+        folder = Path(request["output_dir"])
+        fake_trace.write(folder / "1-TP-0-EXTEND.trace.json.gz", [])
+        if MODE == "writes-no-trace":
+            return
+        draft = fake_trace.DRAFT[MODE == "tracks-nothing" :]
+        events = fake_trace.trace(request["num_steps"], batch=batch, draft=(draft,))
+        trace = folder / "1-TP-0-DECODE.trace.json.gz"
+        fake_trace.write(trace, events)
+        if MODE == "cuts-the-trace":
+            trace.write_bytes(trace.read_bytes()[:-100])
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -181,10 +208,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if MODE == "silent-health":
             time.sleep(FOREVER)
-        self.send(503 if MODE == "unhealthy" else 200, "")
+        self.send(503 if MODE == "unhealthy" else 200, "{}")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        if self.path == "/start_profile":
+            self.model.profile = body
+            return self.send(200, "Start profiling.\n")
         if self.path.startswith("/flush_cache"):
             self.model.flush()
             return self.send(400 if MODE == "refuses-to-flush" else 200, "Cache flushed.\n")
@@ -212,7 +242,8 @@ class Handler(BaseHTTPRequestHandler):
                 die("CUDA error: device-side assert triggered")
             if step == 3 and MODE == "stops-mid-stream":
                 return
-            content: Any = {"output_ids": output[:end]}
+            meta = {"completion_tokens": end}
+            content: Any = {"text": "a" * end, "output_ids": output[:end], "meta_info": meta}
             if step == 3 and MODE in STREAM_RUBBISH:
                 content = STREAM_RUBBISH[MODE]
             text = content if isinstance(content, str) else json.dumps(content)
@@ -247,7 +278,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     options, _ = parser.parse_known_args()
-    print(f"serving {options.model_path}", flush=True)
+    print(f"serving {options.model_path} --port={options.port}", flush=True)
     if MODE == "crashes":
         print("[2026-01-01 TP0] Capture cuda graph begin", flush=True)
         raise AttributeError("'NoneType' object has no attribute 'shape'")

@@ -1,10 +1,10 @@
 """A stand-in for ``sglang.launch_server`` without SGLang: greedy tokens are hashes of the text.
 
-It takes the same options, answers ``/health``, ``/flush_cache``, ``/abort_request`` and
-``/generate``, and has a prefix cache of whole pages. With ``--enable-metrics`` it is a server under
-load: eight requests run at most, a child is its scheduler, its log tells of queue and retraction,
-and ``/metrics`` of its pools. ``FAKE_SERVER`` names what it does wrong; unset, it does nothing
-wrong.
+It takes the same options, answers ``/health``, ``/flush_cache``, ``/abort_request``,
+``/start_profile`` and ``/generate``, and has a prefix cache of whole pages. With
+``--enable-metrics`` it is a server under load: eight requests run at most, a child is its
+scheduler, its log tells of queue and retraction, and ``/metrics`` of its pools. ``FAKE_SERVER``
+names what it does wrong; unset, it does nothing wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import fake_trace
 
 VOCABULARY = 500
 PAGE = 128
 TOKENS_PER_STEP = 2
 MODE = os.environ.get("FAKE_SERVER", "healthy")
+if MODE == "accepts-less":
+    TOKENS_PER_STEP = 1
 FOREVER = 3600
 RUNNING = 8
 WAVE_TOKENS = 300
@@ -196,6 +201,7 @@ class Model:
     def __init__(self) -> None:
         self.cache: set[int] = set()
         self.calls = 0
+        self.profile: dict[str, Any] | None = None
 
     def cached(self) -> int:
         """Pages in the cache. The beginning of everything is in it, and is none."""
@@ -228,6 +234,10 @@ class Model:
             scored = entries[scored_from : len(tokens)]
             scored[0] = [None, *scored[0][1:]]
             meta["input_token_logprobs"] = scored
+        meta["spec_accept_histogram"] = [count % TOKENS_PER_STEP, count // TOKENS_PER_STEP]
+        if MODE == "other-logprob" and count > 200:
+            entry = meta["output_token_logprobs"][7]
+            entry[0] = math.nextafter(entry[0], 0)
         if MODE == "corrupts" and scored_from < 0 and count:
             score = meta["output_token_logprobs"][0]
             score[0] = math.nextafter(score[0], 0)
@@ -243,6 +253,8 @@ class Model:
         scored_from = body.get("logprob_start_len", -1)
         if isinstance(body["input_ids"][0], int):
             return self.answer(body["input_ids"], count, scored_from)
+        if self.profile:
+            self.write_trace(len(body["input_ids"]))
         answers = [self.answer(ids, count, scored_from) for ids in body["input_ids"]]
         if MODE == "one-ulp" and scored_from == 0:
             entry = answers[-1]["meta_info"]["input_token_logprobs"][-1]
@@ -252,6 +264,20 @@ class Model:
         if MODE in RUBBISH_SCORES and scored_from >= 0:
             return RUBBISH_SCORES[MODE](answers)
         return RUBBISH[MODE](answers) if MODE in RUBBISH and count else answers
+
+    def write_trace(self, batch: int) -> None:
+        """As SGLang does it with ``profile_by_stage``, in the middle of a generation."""
+        request, self.profile = self.profile, None
+        folder = Path(request["output_dir"])
+        fake_trace.write(folder / "1-TP-0-EXTEND.trace.json.gz", [])
+        if MODE == "writes-no-trace":
+            return
+        draft = fake_trace.DRAFT[MODE == "tracks-nothing" :]
+        events = fake_trace.trace(request["num_steps"], batch=batch, draft=(draft,))
+        trace = folder / "1-TP-0-DECODE.trace.json.gz"
+        fake_trace.write(trace, events)
+        if MODE == "cuts-the-trace":
+            trace.write_bytes(trace.read_bytes()[:-100])
 
 
 BUSY = Busy()
@@ -274,12 +300,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if MODE == "silent-health":
             time.sleep(FOREVER)
-        if self.path == "/metrics" and BUSY.on:
-            return self.send(200, BUSY.metrics(self.model.cached()))
-        self.send(503 if MODE == "unhealthy" else 200, "")
+        if self.path == "/metrics":
+            return self.send(200, BUSY.metrics(self.model.cached()) if BUSY.on else "")
+        self.send(503 if MODE == "unhealthy" else 200, "{}")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        if self.path == "/start_profile":
+            self.model.profile = body
+            return self.send(200, "Start profiling.\n")
         if self.path.startswith("/flush_cache"):
             self.model.flush()
             return self.send(400 if MODE == "refuses-to-flush" else 200, "Cache flushed.\n")
@@ -321,10 +350,10 @@ class Handler(BaseHTTPRequestHandler):
             if step == 3 and MODE == "stops-mid-stream":
                 return
             BUSY.step()
-            content: Any = {**whole, "output_ids": output[:end]}
+            meta = {**whole["meta_info"], "completion_tokens": end}
+            content: Any = {"text": "a" * end, "output_ids": output[:end], "meta_info": meta}
             if gone := BUSY.gone(rid):
-                reason = {"type": "abort", "message": "aborted"}
-                content["meta_info"] = {**whole["meta_info"], "finish_reason": reason}
+                meta["finish_reason"] = {"type": "abort", "message": "aborted"}
                 BUSY.leaked += MODE in ("leaks", "leaks-unseen")
             if step == 3 and MODE in STREAM_RUBBISH:
                 content = STREAM_RUBBISH[MODE]
@@ -387,7 +416,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--enable-metrics", action="store_true")
     options, _ = parser.parse_known_args()
-    print(f"serving {options.model_path}", flush=True)
+    print(f"serving {options.model_path} --port={options.port}", flush=True)
     if MODE == "crashes":
         print("[2026-01-01 TP0] Capture cuda graph begin", flush=True)
         raise AttributeError("'NoneType' object has no attribute 'shape'")

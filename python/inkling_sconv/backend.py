@@ -96,7 +96,7 @@ class InklingSconvBackend:
                     "batch_size",
                     forward_batch,
                     f"is {rows}, but graph buffers hold {buffer.shape[0]} rows",
-                    "raise --max-running-requests or lower --cuda-graph-max-bs",
+                    "raise --max-running-requests or lower --cuda-graph-max-bs-decode",
                 )
             out = buffer[:rows]
             if forward_batch.mamba_track_mask is None:

@@ -41,7 +41,7 @@ BASE_OPTIONS = (
     "--mamba-track-interval=128",
     "--attention-backend=fa4",
     "--enable-deterministic-inference",
-    "--cuda-graph-max-bs=8",
+    "--cuda-graph-max-bs-decode=8",
     "--max-running-requests=8",
     # Far more than the prompts need, and little beside what else runs on the GPU.
     "--mem-fraction-static=0.3",

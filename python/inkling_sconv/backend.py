@@ -62,9 +62,10 @@ class InertTracking:
 class InklingSconvBackend:
     """What this package puts on SGLang's Inkling short-conv backend."""
 
-    def _alloc_inert_tracking(self: Any) -> None:
+    def _alloc_inert_tracking(self: Any, exempt_draft_extend: bool = True) -> None:
         """Allocate the inert track fields. Runs right after the host's ``_alloc_graph_buffers``,
-        so before any capture."""
+        so before any capture. ``exempt_draft_extend``: see ``_refresh_track_conv_indices``."""
+        self._inkling_sconv_exempt_draft_extend = exempt_draft_extend
         buffer = self._graph_track_conv_indices
         self._inkling_sconv_inert = InertTracking(
             buffer.shape[0], buffer.device, getattr(self, "_graph_track_inert_mask", None)
@@ -74,8 +75,10 @@ class InklingSconvBackend:
         """Set this step's ``sconv_metadata.track_conv_indices``: ``[rows, window]`` int64, or None.
 
         ``rows`` is ``forward_batch.batch_size``. On the graph path the result is a slice of the
-        host's static buffer, and a batch with no tracking metadata gets inert fields. Calling it
-        twice on one batch gives the same result. It never synchronises with the device.
+        host's static buffer, and a batch with no tracking metadata gets inert fields; but not in
+        draft-extend, where it gets no indices and keeps its fields: what a draft checkpoints, its
+        convolutions decide for themselves, from ``mamba_track_indices``. Calling it twice on one
+        batch gives the same result. It never synchronises with the device.
 
         Raises:
             TrackContractError: more rows than the static buffer holds; a track mask without
@@ -84,7 +87,9 @@ class InklingSconvBackend:
         """
         metadata = self.sconv_metadata
         rows = forward_batch.batch_size
-        if forward_batch.mamba_track_mask is None and not on_graph_path:
+        if forward_batch.mamba_track_mask is None and (
+            not on_graph_path or _is_exempt(self, forward_batch)
+        ):
             metadata.track_conv_indices = None
             return
 
@@ -101,6 +106,9 @@ class InklingSconvBackend:
             out = buffer[:rows]
             if forward_batch.mamba_track_mask is None:
                 _inert_tracking(self, forward_batch).fill(forward_batch, rows)
+                if hasattr(metadata, "track_cache_indices"):
+                    # Since 0.5.22 the scatter takes its destinations from there.
+                    metadata.track_cache_indices = forward_batch.mamba_track_indices
 
         track_seqlens = forward_batch.mamba_track_seqlens
         if track_seqlens is None:
@@ -137,6 +145,11 @@ class InklingSconvBackend:
             window=self.conv_state_len,
             out=out,
         )
+
+
+def _is_exempt(host: Any, forward_batch: Any) -> bool:
+    exempt = getattr(host, "_inkling_sconv_exempt_draft_extend", True)
+    return exempt and forward_batch.forward_mode.is_draft_extend_v2()
 
 
 def _inert_tracking(host: Any, forward_batch: Any) -> InertTracking:

@@ -1,12 +1,15 @@
-"""Fixes of the CUDA-graph runners around the Inkling backend, each by name.
+"""Fixes of what is around the Inkling backend: CUDA-graph runners, and the draft's convolution.
 
-A fix asks ``runners.py`` whether its harm is there, and wraps the runner's own methods. It is for
-processes that serve Inkling: the same runners serve other models, which it has not been tried on.
+A fix asks ``runners.py`` whether its harm is there, and wraps the methods that do it. It is for
+processes that serve Inkling: the runners serve other models too, which it has not been tried on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +17,10 @@ from typing import Any
 import torch
 import wrapt
 
-from inkling_sconv import runners
+from inkling_sconv import probe, runners
+from inkling_sconv.drafts import InklingShortConvolution
+
+VARIABLE = "INKLING_SCONV_FIXES"
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,10 @@ class Fix:
     harm: str
     harms: Callable[[ModuleType], bool]
     mend: Callable[[ModuleType], None]
-    proven: bool
-    """On by default: docs/evidence.md has the figure without it and with it."""
+    proven: frozenset[str] = frozenset()
+    """States of the backend where it is on by default: docs/evidence.md has the figures."""
+    exempt: bool = False
+    """Whether it needs a refresh that leaves draft-extend alone."""
 
 
 def _clear_stale_rows(module: ModuleType) -> None:
@@ -118,15 +126,25 @@ def _translates(runner: Any) -> bool:
     return not all(getattr(sidecar, "_slot_gather_recordable", False) for sidecar in sidecars)
 
 
+def _place_draft_checkpoints(module: ModuleType) -> None:
+    """The draft's convolution moves its state on, and keeps a checkpoint of it, by our method."""
+    cls = module.ShortConvolution
+    cls._inkling_sconv_interval = staticmethod(
+        lambda: int(module.get_exec().mamba.mamba_track_interval)
+    )
+    name = "_update_sconv_cache_for_draft_extend"
+    setattr(cls, name, vars(InklingShortConvolution)[name])
+
+
 FIXES = (
     Fix(
         "prefill-rows",
         "#34184",
         runners.PREFILL,
-        "a prefill graph's replay tracks rows of the last one past its own",
+        "a replay of a prefill graph tracks rows of the last one past its own",
         runners.leaves_stale_rows,
         _clear_stale_rows,
-        proven=True,
+        proven=frozenset({"untracked", "crashing"}),
     ),
     Fix(
         "prefill-tracking",
@@ -138,7 +156,7 @@ FIXES = (
             and runners.tracks(module, speculative=False)
         ),
         _track_under_speculation,
-        proven=False,
+        proven=frozenset({"untracked"}),
     ),
     Fix(
         "draft-checkpoint",
@@ -147,6 +165,79 @@ FIXES = (
         "draft-extend graphs keep no checkpoint of the draft's conv state",
         runners.drops_draft_checkpoints,
         _keep_draft_checkpoints,
-        proven=False,
+        proven=frozenset({"untracked", "crashing"}),
+        exempt=True,
+    ),
+    Fix(
+        "draft-window",
+        "ours",
+        runners.CONVOLUTION,
+        "the draft's checkpoint is not the window that ends on its boundary",
+        runners.misplaces_draft_checkpoints,
+        _place_draft_checkpoints,
+        proven=frozenset({"untracked", "crashing"}),
     ),
 )
+
+
+def await_runners(
+    backends: Iterable[type], states: set[str], log: Callable[[int, str], None]
+) -> None:
+    """Have every module that a fix is for looked at when SGLang imports it, or at once.
+
+    ``states`` are those in which ``backends`` were found; ``log`` takes a level and one line.
+    """
+    alone = all(probe.leaves_draft_extend_alone(backend) for backend in backends)
+    asked = _asked(log)
+    for fix in FIXES:
+        if fix.name not in asked if asked is not None else not states & fix.proven:
+            continue
+        if fix.exempt and not alone:
+            if asked is not None:
+                log(
+                    logging.WARNING,
+                    f"{fix.name}: the refresh overwrites its slots in draft-extend; left alone. "
+                    "INKLING_SCONV=fast replaces the refresh.",
+                )
+            continue
+        wrapt.register_post_import_hook(functools.partial(_mend, fix, log), fix.module)
+
+
+def _asked(log: Callable[[int, str], None]) -> set[str] | None:
+    """Names in ``INKLING_SCONV_FIXES``; None where it is not set."""
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return None
+    names = {name.strip().lower() for name in value.split(",")} - {"", "none"}
+    known = [fix.name for fix in FIXES]
+    if unknown := names.difference(known):
+        log(
+            logging.WARNING,
+            f"{VARIABLE}: no fix is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(known)}, and none.",
+        )
+    return names.intersection(known)
+
+
+def _mend(fix: Fix, log: Callable[[int, str], None], module: ModuleType) -> None:
+    # What is raised here would propagate into SGLang's own import.
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    before = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
+    why = ""
+    try:
+        if not fix.harms(module):
+            return
+        fix.mend(module)
+        if not fix.harms(module):
+            log(logging.WARNING, f"{fix.name} ({fix.change}): {fix.harm}; mended.")
+            return
+        why = "it does not help here"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    for cls, names in before:
+        for name in [name for name in vars(cls) if name not in names]:
+            delattr(cls, name)
+        for name, value in names.items():
+            if vars(cls)[name] is not value:
+                setattr(cls, name, value)
+    log(logging.ERROR, f"{fix.name} ({fix.change}): {why}; left alone.")

@@ -8,7 +8,6 @@ that cures something.
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 import os
 import sys
@@ -25,7 +24,7 @@ GROUP = "sglang.srt.plugins"
 PLUGIN = "inkling_sconv"
 DISTRIBUTION = "sglang-inkling-sconv"
 VARIABLE = "INKLING_SCONV"
-FIXES_VARIABLE = "INKLING_SCONV_FIXES"
+DRAFT_EXTEND_VARIABLE = "INKLING_SCONV_DRAFT_EXTEND"
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,8 @@ class Mode(str, enum.Enum):
 
     AUTO = "auto"
     """Graft where the class crashes."""
+    FAST = "fast"
+    """Graft for speed where nothing needs a cure: untracked, guarded and exempt classes too."""
     FORCE = "force"
     """Graft wherever our refresh fits: untracked, guarded and unrecognised classes too."""
     OFF = "off"
@@ -42,12 +43,13 @@ class Mode(str, enum.Enum):
 
     @classmethod
     def from_environment(cls) -> Mode:
-        """The mode asked for; auto, with a warning, where the value is none of the three."""
+        """The mode asked for; auto, with a warning, where the value is none of them."""
         value = os.environ.get(VARIABLE, "").strip().lower() or cls.AUTO.value
         try:
             return cls(value)
         except ValueError:
-            _log(logging.WARNING, f"{VARIABLE}={value!r} is none of auto, force, off; using auto.")
+            names = ", ".join(mode.value for mode in cls)
+            _log(logging.WARNING, f"{VARIABLE}={value!r} is none of {names}; using auto.")
             return cls.AUTO
 
 
@@ -79,81 +81,42 @@ def _on_import(module: ModuleType) -> None:
         backends = probe.find_backends(module)
         if not backends:
             _log(logging.WARNING, f"no class in {module.__name__} has {probe.REFRESH}; left alone.")
-        for backend in backends:
-            _treat(backend, mode)
+        states = {_treat(backend, mode) for backend in backends}
+        if backends:
+            from inkling_sconv import fixes
+
+            fixes.await_runners(backends, {state.value for state in states}, _log)
     except Exception as error:
         _log(
             logging.ERROR, f"could not look at {module.__name__} ({_describe(error)}); left alone."
         )
-    else:
-        if backends:
-            _await_runners()
 
 
-def _await_runners() -> None:
-    """Have the runners looked at when SGLang imports them, at once if it already has."""
-    from inkling_sconv.fixes import FIXES
+def _treat(backend: type, mode: Mode) -> Any:
+    """Decide what ``backend`` needs, do it, and log the one line that says so.
 
-    chosen = _chosen_fixes()
-    for fix in FIXES:
-        if fix.name in chosen:
-            wrapt.register_post_import_hook(functools.partial(_mend, fix), fix.module)
-
-
-def _chosen_fixes() -> set[str]:
-    """Names in ``INKLING_SCONV_FIXES``; where it is not set, the fixes that are proven."""
-    from inkling_sconv.fixes import FIXES
-
-    value = os.environ.get(FIXES_VARIABLE)
-    if value is None:
-        return {fix.name for fix in FIXES if fix.proven}
-    asked = {name.strip().lower() for name in value.split(",")} - {"", "none"}
-    known = {fix.name for fix in FIXES}
-    if unknown := asked - known:
-        _log(
-            logging.WARNING,
-            f"{FIXES_VARIABLE}: {', '.join(sorted(unknown))}: no such fix; there are "
-            f"{', '.join(sorted(known))}, and none.",
-        )
-    return asked & known
-
-
-def _mend(fix: Any, module: ModuleType) -> None:
-    # What is raised here would propagate into SGLang's own import.
-    try:
-        if not fix.harms(module):
-            return
-        fix.mend(module)
-        _log(
-            logging.WARNING,
-            f"{fix.name} ({fix.change}): {fix.harm}; mended. {FIXES_VARIABLE}=none turns this off.",
-        )
-    except Exception as error:
-        _log(
-            logging.ERROR,
-            f"{fix.name}: could not look at {module.__name__} ({_describe(error)}); left alone.",
-        )
-
-
-def _treat(backend: type, mode: Mode) -> None:
-    """Decide what ``backend`` needs, do it, and log the one line that says so."""
+    Returns the state in which it was found.
+    """
     from inkling_sconv import probe
 
     report = probe.classify(backend)
     if report.state is probe.State.GRAFTED:
-        return
+        return report.state
     if (foreign := _foreign_hook(backend)) is not None:
         _log(
             logging.WARNING,
             f"{backend.__qualname__}.{foreign}; left alone. Keep the other plugin out with "
             "SGLANG_PLUGINS to let this one decide.",
         )
-        return
+        return report.state
     found = f"{backend.__qualname__} is {report.state.value} ({report.why})"
-    if report.state is probe.State.CRASHING:
+    known = report.state is not probe.State.UNKNOWN
+    if report.state is probe.State.CRASHING or (mode is Mode.FAST and known):
         _graft(backend, found)
     elif report.state is probe.State.EXEMPT:
-        refused = f" {VARIABLE}=force is refused here." if mode is Mode.FORCE else ""
+        refused = ""
+        if mode is Mode.FORCE:
+            refused = f" {VARIABLE}=force is refused here; fast replaces the method."
         _log(logging.INFO, f"{found}: healthy, draft-extend is exempt; left alone.{refused}")
     elif mode is Mode.FORCE:
         _graft(backend, found)
@@ -169,6 +132,7 @@ def _treat(backend: type, mode: Mode) -> None:
             logging.WARNING,
             f"{found}: not recognised; left alone. {VARIABLE}=force replaces the method.",
         )
+    return report.state
 
 
 def _graft(backend: type, found: str) -> None:
@@ -183,8 +147,9 @@ def _graft(backend: type, found: str) -> None:
 
     def alloc(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        InklingSconvBackend._alloc_inert_tracking(instance)
+        InklingSconvBackend._alloc_inert_tracking(instance, exempt_draft_extend=exempt)
 
+    exempt = _exempts_draft_extend()
     # Not through the registry: it walks every loaded module for each target, 30 ms a time.
     wrapt.wrap_function_wrapper(backend, probe.ALLOC, alloc)
     HookRegistry.register(
@@ -213,6 +178,17 @@ def _graft(backend: type, found: str) -> None:
         logging.ERROR,
         f"{found}: our {probe.REFRESH} does not hold here ({report.why}); taken back.",
     )
+
+
+def _exempts_draft_extend() -> bool:
+    """Whether our method leaves draft-extend alone: yes, unless ``inert`` is asked for."""
+    value = os.environ.get(DRAFT_EXTEND_VARIABLE, "").strip().lower() or "exempt"
+    if value not in ("exempt", "inert"):
+        _log(
+            logging.WARNING,
+            f"{DRAFT_EXTEND_VARIABLE}={value!r} is none of exempt, inert; using exempt.",
+        )
+    return value != "inert"
 
 
 def _foreign_hook(backend: type) -> str | None:

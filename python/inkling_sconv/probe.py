@@ -37,7 +37,7 @@ class State(str, enum.Enum):
     EXEMPT = "exempt"
     """Gives inert indices to prefill; leaves draft-extend alone."""
     GRAFTED = "grafted"
-    """Our method: guarded, and refuses to invent a prefix for rows that may be tracked."""
+    """Our method: exempt or guarded, and invents no prefix for rows that may be tracked."""
     UNKNOWN = "unknown"
     """None of these."""
 
@@ -186,6 +186,18 @@ class Rig:
         )
 
 
+def leaves_draft_extend_alone(cls: type) -> bool:
+    """Whether a draft-extend capture keeps its ``mamba_track_indices``, and gets no indices."""
+    try:
+        rig = Rig(cls)
+        batch = rig.batch("DRAFT_EXTEND_V2", 2)
+        slots = batch.mamba_track_indices = rig.tensor([5, 6], torch.int64)
+        indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
+    except Exception:
+        return False
+    return indices is None and batch.mamba_track_indices is slots
+
+
 class _UnrecognisedError(Exception):
     """The class does something that none of the known states does."""
 
@@ -202,7 +214,7 @@ def classify(cls: type) -> Report:
             capture_with_prefix = _capture(cls, "DRAFT_EXTEND_V2", prefix_lens=[0, 0])
             if _kind(capture_with_prefix) != _INDICES:
                 raise _UnrecognisedError(f"with prefix lengths, capture: {capture_with_prefix}")
-        if state is State.GUARDED and _refuses_unmasked(cls):
+        if state in (State.GUARDED, State.EXEMPT) and _refuses_unmasked(cls):
             state = State.GRAFTED
         if state is None:
             raise _UnrecognisedError(f"draft-extend capture: {capture}; prefill capture: {prefill}")

@@ -7,9 +7,11 @@ calls or reads is blank. Each question raises what the method raises where it ca
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,10 @@ DRAFT_EXTEND = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph
 REGISTRY = "sglang.srt.model_executor.cuda_graph_buffer_registry"
 CONFIG_MODULES = ("sglang.srt.runtime_context", "sglang.srt.server_args")
 
+CONVOLUTION = "sglang.srt.models.inkling_common.sconv"
+
 TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices")
-"""What a recorded checkpoint scatter reads of a row that is masked off, or past the batch."""
+"""What decides whether a recorded checkpoint scatter writes a row, and where to."""
 
 _SLOTS = 4
 
@@ -130,16 +134,23 @@ def tracks(module: ModuleType, *, speculative: bool) -> bool:
         "_is_mamba_track_enabled",
         model_runner=_On(spec_algorithm=_On(is_none=not speculative)),
     )
-    configuration = {
+    with _configured(module, _On()):
+        return bool(host._is_mamba_track_enabled())
+
+
+@contextlib.contextmanager
+def _configured(module: ModuleType, configuration: _On) -> Iterator[None]:
+    """For its duration, every configuration that ``module`` reads is this one."""
+    saved = {
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ in CONFIG_MODULES
     }
-    vars(module).update(dict.fromkeys(configuration, _everything))
+    vars(module).update(dict.fromkeys(saved, lambda: configuration))
     try:
-        return bool(host._is_mamba_track_enabled())
+        yield
     finally:
-        vars(module).update(configuration)
+        vars(module).update(saved)
 
 
 class _On:
@@ -158,10 +169,6 @@ class _On:
 
     def __call__(self) -> bool:
         return True
-
-
-def _everything() -> _On:
-    return _On()
 
 
 def drops_draft_checkpoints(module: ModuleType) -> bool:
@@ -189,6 +196,65 @@ def drops_draft_checkpoints(module: ModuleType) -> bool:
     return host.get_forward_batch(2).mamba_track_indices is None
 
 
+def misplaces_draft_checkpoints(module: ModuleType) -> bool:
+    """Whether what draft-extend checkpoints is not the window that ends on the boundary.
+
+    A request of six tokens accepts three more, with a boundary at eight; without front rows, and
+    with four of them. Rows hold their positions.
+    """
+    interval, window, base, accepted, width = 8, 3, 6, 3, 3
+    configuration = _On(mamba=_On(mamba_track_interval=interval))
+    slots = torch.tensor([1])
+    for front in (0, 4):
+        conv = _host(
+            module.ShortConvolution,
+            "_update_sconv_cache_for_draft_extend",
+            _conv_state=lambda _: _With(track_cache_indices=slots),
+        )
+        batch = _With(
+            batch_size=1,
+            seq_lens=torch.tensor([base + width]),
+            mamba_track_indices=slots,
+            spec_info=_With(num_accept_tokens=torch.tensor([accepted]), num_front_tokens=front),
+        )
+        cache = torch.zeros(2, window, 1)
+        cache[0, :, 0] = torch.arange(base - window, base)
+        rows = torch.arange(base - front, base + width, dtype=cache.dtype)[:, None]
+        scatter = module.fused_draft_extend_sconv_cache
+        module.fused_draft_extend_sconv_cache = _scatter  # type: ignore[attr-defined]
+        try:
+            with _configured(module, configuration):
+                conv._update_sconv_cache_for_draft_extend(batch, cache, torch.tensor([0]), rows)
+        finally:
+            module.fused_draft_extend_sconv_cache = scatter  # type: ignore[attr-defined]
+        if cache[1, :, 0].tolist() != list(range(interval - window, interval)):
+            return True
+    return False
+
+
+def _scatter(
+    *,
+    hidden_states: torch.Tensor,
+    sconv_cache: torch.Tensor,
+    cache_indices: torch.Tensor,
+    num_accept_tokens: torch.Tensor,
+    draft_token_num: int,
+    do_tracking: bool,
+    crossed: torch.Tensor,
+    track_step: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    **_: Any,
+) -> None:
+    """What SGLang's kernel of that name does with one request, on the CPU."""
+    window, slot = sconv_cache.shape[1], int(cache_indices[0])
+    rows = torch.cat([sconv_cache[slot], hidden_states.view(draft_token_num, -1)])
+    if do_tracking and crossed[0]:
+        step = int(track_step[0])
+        sconv_cache[int(mamba_track_indices[0])] = rows[step : step + window]
+    accepted = int(num_accept_tokens[0])
+    sconv_cache[slot] = rows[accepted : accepted + window]
+
+
 def _host(runner: type, method: str, **given: Any) -> Any:
     """An instance of ``runner`` with one real method; what is not given is blank."""
     names: dict[str, Any] = {
@@ -196,7 +262,7 @@ def _host(runner: type, method: str, **given: Any) -> Any:
         for base in runner.__mro__[:-1]
         for name, value in vars(base).items()
         if name != method
-        and not name.startswith("__")
+        and not name.startswith(("__", "_inkling_sconv"))
         and (inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod))
     }
     names |= {

@@ -1,0 +1,193 @@
+"""The conv state that an MTP head keeps in draft-extend: its own, and a checkpoint of it.
+
+Draft-extend runs over a window of rows per request: with SGLang's boundary fix, some *front* rows
+of tokens that were accepted before, then one row per token of the step. Of these, the accepted ones
+move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
+    triton = None
+
+
+def update_conv_state_reference(
+    hidden_states: torch.Tensor,
+    cache: torch.Tensor,
+    cache_indices: torch.Tensor,
+    accepted: torch.Tensor,
+    seq_lens: torch.Tensor,
+    track_slots: torch.Tensor | None,
+    *,
+    front: int,
+    interval: int,
+) -> None:
+    """Move the conv state of every request on by its accepted tokens, and keep a checkpoint.
+
+    For a request whose step begins at ``base = seq_lens[r] - (T - front)``, and that accepts ``n``
+    tokens::
+
+        rows     = cat(cache[cache_indices[r]], hidden_states[r, front:])
+        boundary = floor((base + n) / interval) * interval
+        cache[track_slots[r]]   = rows[boundary - base :][:window]       # if boundary > base
+        cache[cache_indices[r]] = rows[n:][:window]
+
+    Front rows are no part of it: they come before the step, and the first of them were computed
+    without their own history.
+
+    Args:
+        hidden_states: ``[rows, T, D]``: the convolution's input.
+        cache: ``[slots, window, D]``, written in place.
+        cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
+        accepted: ``[>= rows]``, integer: tokens of the step that were accepted; negative on padded
+            rows, which write nothing.
+        seq_lens: ``[>= rows]``, integer: length with all tokens of the step, accepted or not.
+        track_slots: ``[>= rows]``, integer: the slot for each request's checkpoint; None for none.
+        front: front rows, at the beginning of the ``T``.
+        interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
+    """
+    window = cache.shape[1]
+    tokens = hidden_states[:, front:]
+    for r, own in enumerate(tokens):
+        n = int(accepted[r])
+        if n < 0:
+            continue
+        slot = int(cache_indices[r])
+        rows = torch.cat([cache[slot], own])
+        base = int(seq_lens[r]) - own.shape[0]
+        past = (base + n) // interval * interval - base
+        if track_slots is not None and past > 0:
+            cache[int(track_slots[r])] = rows[past : past + window]
+        cache[slot] = rows[n : n + window]
+
+
+if triton is not None:
+
+    @triton.jit(  # type: ignore[untyped-decorator]
+        do_not_specialize=["cache_indices", "accepted", "seq_lens", "track_slots"]
+    )
+    def _update_conv_state_kernel(  # type: ignore[no-untyped-def]
+        hidden_states,  # [rows, T, D]
+        cache,  # [slots, WINDOW, D]
+        cache_indices,  # [rows]
+        accepted,  # [rows]
+        seq_lens,  # [rows]
+        track_slots,  # [rows], or None
+        hidden_row,
+        hidden_token,
+        cache_slot,
+        cache_row,
+        D,
+        WIDTH: tl.constexpr,
+        FRONT: tl.constexpr,
+        INTERVAL: tl.constexpr,
+        WINDOW: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        n = tl.load(accepted + row).to(tl.int64)
+        if n < 0:
+            return
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < D
+        own = cache + tl.load(cache_indices + row).to(tl.int64) * cache_slot + channel
+        token = hidden_states + row.to(tl.int64) * hidden_row + channel
+
+        if track_slots is not None:
+            base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
+            past = (base + n) // INTERVAL * INTERVAL - base
+            if past > 0:
+                kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
+                for w in tl.static_range(WINDOW):
+                    at = past + w
+                    old = tl.load(own + at * cache_row, mask=inside & (at < WINDOW))
+                    new = tl.load(
+                        token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= WINDOW)
+                    )
+                    tl.store(kept + w * cache_row, tl.where(at < WINDOW, old, new), mask=inside)
+        # In ascending order no row is read after it was written.
+        for w in tl.static_range(WINDOW):
+            at = n + w
+            old = tl.load(own + at * cache_row, mask=inside & (at < WINDOW))
+            new = tl.load(
+                token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= WINDOW)
+            )
+            tl.store(own + w * cache_row, tl.where(at < WINDOW, old, new), mask=inside)
+
+
+def update_conv_state(
+    hidden_states: torch.Tensor,
+    cache: torch.Tensor,
+    cache_indices: torch.Tensor,
+    accepted: torch.Tensor,
+    seq_lens: torch.Tensor,
+    track_slots: torch.Tensor | None,
+    *,
+    front: int,
+    interval: int,
+) -> None:
+    """``update_conv_state_reference`` in one launch, which reads nothing on the host.
+
+    Channels are contiguous, and so are the integer tensors. On the CPU it is the reference.
+    """
+    arguments = (hidden_states, cache, cache_indices, accepted, seq_lens, track_slots)
+    if not hidden_states.is_cuda:
+        update_conv_state_reference(*arguments, front=front, interval=interval)
+        return
+    rows, length, channels = hidden_states.shape
+    assert hidden_states.stride(2) == cache.stride(2) == 1
+    if rows == 0:
+        return
+    block = min(triton.next_power_of_2(channels), 1024)
+    _update_conv_state_kernel[(rows, triton.cdiv(channels, block))](
+        *arguments,
+        hidden_states.stride(0),
+        hidden_states.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        channels,
+        length - front,
+        front,
+        interval,
+        cache.shape[1],
+        block,
+    )
+
+
+class InklingShortConvolution:
+    """What this package puts on SGLang's ``ShortConvolution``."""
+
+    def _update_sconv_cache_for_draft_extend(
+        self: Any,
+        forward_batch: Any,
+        sconv_cache: torch.Tensor,
+        cache_indices: torch.Tensor,
+        hidden_states: torch.Tensor,
+    ) -> None:
+        """``update_conv_state`` for a draft-extend batch; ``hidden_states`` may be flat.
+
+        ``mamba_track_indices`` of the batch are the checkpoint slots; None keeps none.
+        """
+        rows = forward_batch.batch_size
+        if hidden_states.dim() == 2:
+            hidden_states = hidden_states.unflatten(0, (rows, -1))
+        # Since 0.5.22, kernels take their slots from the metadata.
+        metadata = self._conv_state(forward_batch)
+        slots = getattr(metadata, "track_cache_indices", forward_batch.mamba_track_indices)
+        update_conv_state(
+            hidden_states,
+            sconv_cache,
+            cache_indices,
+            forward_batch.spec_info.num_accept_tokens,
+            forward_batch.seq_lens,
+            slots,
+            front=getattr(forward_batch.spec_info, "num_front_tokens", 0),
+            interval=self._inkling_sconv_interval(),
+        )

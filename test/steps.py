@@ -123,7 +123,7 @@ def batch_of(rows: int, chunk_size: int, beyond: int = 0) -> Step:
 
 BATCHES = tuple(
     batch_of(rows, chunk_size, beyond)
-    for rows in (2, 8, 9, 21)
+    for rows in (2, 8, 42, 43, 90)
     for chunk_size in (64, 96)
     for beyond in (0, 2**31, 2**62)
 )
@@ -182,7 +182,7 @@ def refresh_arguments(step: Step, device: str, *, tracked: bool) -> tuple[Any, A
     )
     InklingSconvBackend._alloc_inert_tracking(backend)
     batch = SimpleNamespace(
-        forward_mode="EXTEND",
+        forward_mode=SimpleNamespace(name="EXTEND", is_draft_extend_v2=lambda: False),
         batch_size=step.rows,
         mamba_track_mask=None,
         mamba_track_indices=None,

@@ -6,16 +6,17 @@ store. So no load waits for another, and what changes from step to step is a run
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from inkling_sconv import windows
 
-# With the usual window of 3 (padded to 4), one index a thread of one warp. Programs run side by
-# side, so fewer and larger ones would only make each of them slower.
-_ROWS = 8
-_WARPS = 1
+# One index a thread.
+_BLOCK = 128
+_WARPS = 4
 
 
 # Left to itself, Triton compiles anew for a row count of 1 or of a multiple of 16, and for slices
@@ -32,12 +33,12 @@ def _track_conv_indices_kernel(  # type: ignore[no-untyped-def]
     live,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     tokens = tl.load(query_start_loc + rows).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = offset // WINDOW
+    column = offset % WINDOW
     # A row that is not live loads zeros: its window would end before token 0, so the clamp below
     # gives it index 0, and the zero tail needs no code of its own.
     is_live = row < live
@@ -54,11 +55,37 @@ def _track_conv_indices_kernel(  # type: ignore[no-untyped-def]
         aligned = tracked - tl.where(rest < 0, rest + CHUNK, rest)
     index = start + aligned + (column - WINDOW)
     index = tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))
-    tl.store(out + row * WINDOW + column, index, mask=(row < rows) & (column < WINDOW))
+    tl.store(out + offset, index, mask=row < rows)
 
 
 # By TRITON_INTERPRET, at the time of decoration.
 _INTERPRETED = not isinstance(_track_conv_indices_kernel, triton.JITFunction)
+
+# Compiled kernels by all that they are compiled for. Triton's own look-up goes through every
+# argument of every launch, and takes longer than the launch.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(programs: int, *arguments: Any) -> None:
+    """Launch the kernel with ``arguments`` on the current device."""
+    if _INTERPRETED:
+        _track_conv_indices_kernel[(programs,)](*arguments, num_warps=_WARPS)
+        return
+    query_start_loc, track_seqlens, prefix_lens, *_, chunk_size, window, _ = arguments
+    key = (
+        query_start_loc.device,
+        query_start_loc.dtype,
+        track_seqlens.dtype,
+        None if prefix_lens is None else prefix_lens.dtype,
+        chunk_size,
+        window,
+    )
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        compiled = _COMPILED[key] = _track_conv_indices_kernel.warmup(
+            *arguments, grid=(programs,), num_warps=_WARPS
+        )
+    compiled[(programs, 1, 1)](*arguments)
 
 
 def track_conv_indices(
@@ -118,7 +145,8 @@ def track_conv_indices(
         live = min(rows, track_seqlens.numel())
         if prefix_lens is not None:
             live = min(live, prefix_lens.numel())
-        _track_conv_indices_kernel[(-(-rows // _ROWS),)](
+        _launch(
+            -(-rows * window // _BLOCK),
             query_start_loc,
             track_seqlens,
             prefix_lens,
@@ -127,8 +155,6 @@ def track_conv_indices(
             live,
             chunk_size,
             window,
-            _ROWS,
-            1 << (window - 1).bit_length(),
-            num_warps=_WARPS,
+            _BLOCK,
         )
     return out

@@ -132,15 +132,9 @@ WRONG_KERNELS = {
     ),
     "prefix ignored": ("tracked -= tl.load(", "tracked -= 0 * tl.load("),
     "window one row late": ("(column - WINDOW)", "(column - WINDOW + 1)"),
-    "rows past the last are written": (
-        "mask=(row < rows) & (column < WINDOW)",
-        "mask=column < WINDOW",
-    ),
-    "columns past the last are written": (
-        "mask=(row < rows) & (column < WINDOW)",
-        "mask=row < rows",
-    ),
-    "one program only": ("[(-(-rows // _ROWS),)]", "[(1,)]"),
+    "rows past the last are written": ("mask=row < rows", "mask=row < rows + 1"),
+    "one program only": ("-(-rows * window // _BLOCK),", "1,"),
+    "rows and columns swapped": ("column = offset % WINDOW", "column = offset // WINDOW"),
     "live ignores prefix lengths": ("live = min(live, prefix_lens.numel())", "pass"),
     "live ignores track seqlens": ("live = min(rows, track_seqlens.numel())", "live = rows"),
     "strides not checked": ("        and track_seqlens.is_contiguous()\n", ""),

@@ -4,8 +4,9 @@ The contenders run on a fork made of the installed SGLang: as it was between #34
 
 guard in the file   the fork after ``inkling-sconv apply``, plugin off: SGLang's code alone
 faithful            the fork and the plugin, draft-extend captured with inert tracking
-exempt              the fork and the plugin as it comes: draft-extend captured without tracking
+exempt              the fork and the plugin, draft-extend captured without tracking
 fast                the fork after ``apply`` and ``INKLING_SCONV=fast``
+checkpoints         the fork and the plugin as it comes: exempt, and the draft's checkpoints kept
 installed           (``--installed``) the installed SGLang as it is, plugin off
 
 Each gets a server of its own, one after the other; a round begins with another one. Figures are
@@ -18,7 +19,8 @@ per decode step     SGLang's own ``/start_profile``, the torch profiler: kernels
 
 Equality is to the bit, each contender against the first: output tokens, tokens per decode step,
 the histogram of accepted drafts, target logprobs; on an empty cache, and on prefixes that decoding
-made. Drafts are seen through how many of them are accepted; HTTP shows no more of them.
+made. Drafts are seen through how many of them are accepted; HTTP shows no more of them. Where the
+draft's checkpoints are kept, other drafts are accepted on a cached prefix: that is what for.
 
     python benchmark/bench_server.py --quick --contenders exempt faithful --json out.json
     python benchmark/bench_server.py --earlier out.json --contenders fast --json all.json
@@ -60,8 +62,9 @@ from rich.console import Console
 from rich.table import Table
 
 APPLIED, FAITHFUL, EXEMPT, FAST = "guard in the file", "faithful", "exempt", "fast"
-INSTALLED = "installed"
-CONTENDERS = (APPLIED, FAITHFUL, EXEMPT, FAST)
+CHECKPOINTS, INSTALLED = "checkpoints", "installed"
+CONTENDERS = (APPLIED, FAITHFUL, EXEMPT, FAST, CHECKPOINTS)
+ACCEPTED_ON_HITS = "accepted drafts, cached prefix"
 BATCHES = (1, 8)
 PROMPTS, NEW_TOKENS = 6, 300
 # Around the checkpoint distance of 128: short of it, on it, past several of it.
@@ -104,7 +107,7 @@ def contenders(names: Sequence[str]) -> list[Contender]:
     from inkling_sconv import source
     from inkling_sconv.tree import TreeError, find
 
-    if {FAITHFUL, EXEMPT, FAST} & {*names} and not (plugin.is_installed() and plugin.is_allowed()):
+    if {*names} - {APPLIED, INSTALLED} and not (plugin.is_installed() and plugin.is_allowed()):
         raise BenchError("SGLang would not load the plugin here: python -m inkling_sconv says why")
     crashing = applied = Path()
     if {*names} - {INSTALLED}:
@@ -118,11 +121,13 @@ def contenders(names: Sequence[str]) -> list[Contender]:
             applied = harness.applied(crashing)
         except (TreeError, source.RefusedError, AssertionError) as error:
             raise BenchError(f"no crashing fork of the installed SGLang: {error}") from None
+    alone = {"INKLING_SCONV": "auto", "INKLING_SCONV_FIXES": "none"}
     made = {
         APPLIED: (applied, {"INKLING_SCONV": "off"}),
-        FAITHFUL: (crashing, {"INKLING_SCONV": "auto", "INKLING_SCONV_DRAFT_EXTEND": "inert"}),
-        EXEMPT: (crashing, {"INKLING_SCONV": "auto"}),
-        FAST: (applied, {"INKLING_SCONV": "fast"}),
+        FAITHFUL: (crashing, {**alone, "INKLING_SCONV_DRAFT_EXTEND": "inert"}),
+        EXEMPT: (crashing, alone),
+        FAST: (applied, {**alone, "INKLING_SCONV": "fast"}),
+        CHECKPOINTS: (crashing, {"INKLING_SCONV": "auto"}),
     }
     return [
         Contender(name, {"INKLING_SCONV": "off"})
@@ -160,7 +165,8 @@ def answers(server: Server, vocabulary: int) -> dict[str, Any]:
     return {
         "output tokens": [*streamed, *(answer["output_ids"] for answer in (*cold, *hits))],
         "tokens per decode step": steps,
-        "accepted drafts, histogram": [accepted(answer) for answer in (*cold, *hits)],
+        "accepted drafts, empty cache": [accepted(answer) for answer in cold],
+        ACCEPTED_ON_HITS: [accepted(answer) for answer in hits],
         "logprobs, empty cache": [logprobs(answer) for answer in cold],
         "logprobs, cached prefix": [logprobs(answer) for answer in hits],
         "accept length": exact.accept_length(cold),
@@ -190,7 +196,7 @@ def compare(name: str, theirs: dict[str, Any], mine: dict[str, Any]) -> list[exa
     return [
         exact.compare(f"{name}: {what}", floats(theirs[what]), floats(mine[what]))
         for what, values in theirs.items()
-        if isinstance(values, list)
+        if isinstance(values, list) and (name, what) != (CHECKPOINTS, ACCEPTED_ON_HITS)
     ]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import platform
 import shutil
 import tempfile
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import libcst as cst
 import torch
 from inkling_sconv import source, tiny
+from inkling_sconv.fixes import FIXES
 from inkling_sconv.tree import BACKEND, Tree, find
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -97,6 +100,62 @@ def mutated(module: str, *edits: tuple[str, str]) -> Path:
     file = top / package.name / module
     file.write_text(replaced(file.read_text(), *edits))
     return top
+
+
+def harmless(*names: str) -> str | None:
+    """Why there is nothing to see with the fixes off; ``names`` are those that would mend it."""
+    if NO_GPU:
+        return NO_GPU
+    found = (fix for fix in FIXES if fix.name in names)
+    if any(fix.harms(importlib.import_module(fix.module)) for fix in found):
+        return None
+    return f"this SGLang has no need of {', '.join(names)}"
+
+
+def dumping() -> tuple[Path, Path]:
+    """A folder to put on ``PYTHONPATH``, and the one where a server then dumps its conv pools."""
+    package = mutated("plugin.py", (REGISTER, REGISTER + _DUMP))
+    pools = package / "pools"
+    pools.mkdir()
+    return package, pools
+
+
+def dumped(pools: Path) -> list[torch.Tensor]:
+    """The conv pools of a server with nothing to do: target's, then drafts', stream by stream."""
+    (pools / "wanted").touch()
+    deadline = time.monotonic() + 60
+    while not (pools / "done").exists():
+        assert time.monotonic() < deadline, f"no pools in {pools}"
+        time.sleep(0.1)
+    return torch.load(pools / "pools.pt")
+
+
+REGISTER = "    wrapt.register_post_import_hook(_on_import, BACKEND_MODULE)\n"
+# Runs in the scheduler's process: there is no other way to its pools.
+_DUMP = """
+    import pathlib, threading, time
+    import torch
+    folder = pathlib.Path(__file__).parents[1] / "pools"
+    backends = []
+
+    def collect(module):
+        for cls in __import__("inkling_sconv.probe").probe.find_backends(module):
+            def alloc(wrapped, instance, args, kwargs):
+                wrapped(*args, **kwargs)
+                backends.append(instance)
+            wrapt.wrap_function_wrapper(cls, "__init__", alloc)
+
+    def dump():
+        while not (folder / "wanted").exists():
+            time.sleep(0.1)
+        torch.cuda.synchronize()
+        caches = {id(b._mamba_cache): b._mamba_cache for b in backends}
+        torch.save([c.cpu() for m in caches.values() for c in m.conv], folder / "pools.pt")
+        (folder / "done").touch()
+
+    wrapt.register_post_import_hook(collect, BACKEND_MODULE)
+    threading.Thread(target=dump, daemon=True).start()
+"""
 
 
 def record(name: str, **figures: Any) -> None:

@@ -3,6 +3,8 @@
 Draft-extend runs over a window of rows per request: with SGLang's boundary fix, some *front* rows
 of tokens that were accepted before, then one row per token of the step. Of these, the accepted ones
 move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
+Front rows come before the step, and are computed anew from tokens that are verified by now: they
+take the place of what the conv state has of the same tokens.
 """
 
 from __future__ import annotations
@@ -34,13 +36,12 @@ def update_conv_state_reference(
     For a request whose step begins at ``base = seq_lens[r] - (T - front)``, and that accepts ``n``
     tokens::
 
-        rows     = cat(cache[cache_indices[r]], hidden_states[r, front:])
+        fresh    = min(front, window)
+        state    = cache[cache_indices[r], : window - fresh]
+        rows     = cat(state, hidden_states[r, front - fresh :])     # from base - window on
         boundary = floor((base + n) / interval) * interval
-        cache[track_slots[r]]   = rows[boundary - base :][:window]       # if boundary > base
+        cache[track_slots[r]]   = rows[boundary - base :][:window]   # if boundary > base
         cache[cache_indices[r]] = rows[n:][:window]
-
-    Front rows are no part of it: they come before the step, and the first of them were computed
-    without their own history.
 
     Args:
         hidden_states: ``[rows, T, D]``: the convolution's input.
@@ -54,14 +55,14 @@ def update_conv_state_reference(
         interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
     """
     window = cache.shape[1]
-    tokens = hidden_states[:, front:]
-    for r, own in enumerate(tokens):
+    fresh = min(front, window)
+    for r, own in enumerate(hidden_states):
         n = int(accepted[r])
         if n < 0:
             continue
         slot = int(cache_indices[r])
-        rows = torch.cat([cache[slot], own])
-        base = int(seq_lens[r]) - own.shape[0]
+        rows = torch.cat([cache[slot, : window - fresh], own[front - fresh :]])
+        base = int(seq_lens[r]) - (own.shape[0] - front)
         past = (base + n) // interval * interval - base
         if track_slots is not None and past > 0:
             cache[int(track_slots[r])] = rows[past : past + window]
@@ -89,6 +90,7 @@ if triton is not None:
         FRONT: tl.constexpr,
         INTERVAL: tl.constexpr,
         WINDOW: tl.constexpr,
+        STATE: tl.constexpr,  # rows that are taken from the conv state
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -107,19 +109,17 @@ if triton is not None:
                 kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
                 for w in tl.static_range(WINDOW):
                     at = past + w
-                    old = tl.load(own + at * cache_row, mask=inside & (at < WINDOW))
+                    old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
                     new = tl.load(
-                        token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= WINDOW)
+                        token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE)
                     )
-                    tl.store(kept + w * cache_row, tl.where(at < WINDOW, old, new), mask=inside)
+                    tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
         # In ascending order no row is read after it was written.
         for w in tl.static_range(WINDOW):
             at = n + w
-            old = tl.load(own + at * cache_row, mask=inside & (at < WINDOW))
-            new = tl.load(
-                token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= WINDOW)
-            )
-            tl.store(own + w * cache_row, tl.where(at < WINDOW, old, new), mask=inside)
+            old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
+            new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
+            tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
 
 
 def update_conv_state(
@@ -157,6 +157,7 @@ def update_conv_state(
         front,
         interval,
         cache.shape[1],
+        max(cache.shape[1] - front, 0),
         block,
     )
 

@@ -146,7 +146,8 @@ _DUMP = """
             wrapt.wrap_function_wrapper(cls, "__init__", alloc)
 
     def dump():
-        while not (folder / "wanted").exists():
+        # The plugin is loaded in the server's other processes too; they have no backend.
+        while not (backends and (folder / "wanted").exists()):
             time.sleep(0.1)
         torch.cuda.synchronize()
         caches = {id(b._mamba_cache): b._mamba_cache for b in backends}

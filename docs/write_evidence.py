@@ -1,14 +1,17 @@
 """Writes docs/evidence.md from the records of GPU runs in docs/evidence/.
 
-The registered tests leave a JSON file of figures each, and pytest a JUnit file, in
-``INKLING_SCONV_LOGS``; what is copied from there into docs/evidence/ is what the page says.
+Tests and benchmarks leave JSON files of figures, and pytest JUnit files, in
+``INKLING_SCONV_LOGS``; what is taken from there into docs/evidence/ is what the page says.
 
-Usage: python docs/write_evidence.py [OUT.md]
+    python docs/write_evidence.py [OUT.md]
+    python docs/write_evidence.py --take DIR    # every .json and .xml in DIR and below
 """
 
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -19,11 +22,31 @@ HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "evidence"
 
 SERVERS = {
-    "mtp-plugin": "crashing fork, plugin (`INKLING_SCONV=auto`), MTP",
+    "mtp-plugin": "crashing fork, plugin, MTP",
     "mtp-applied": "crashing fork after `inkling-sconv apply`, plugin off, MTP",
-    "prefill-extra-buffer": "as published, full prefill graph, no MTP",
-    "prefill-plugin": "crashing fork, plugin, full prefill graph, no MTP",
+    "mtp-installed": "as published, plugin, MTP",
+    "mtp-draft-checkpoints": "as published, `draft-checkpoint` and `draft-window`, MTP",
+    "prefill-extra-buffer": "as published, plugin, full prefill graph",
+    "prefill-extra-buffer-lazy": "as published, plugin, full prefill graph, `extra_buffer_lazy`",
+    "prefill-ngram": "as published, plugin, full prefill graph, NGRAM",
+    "prefill-plugin": "crashing fork, plugin, full prefill graph",
+    "prefill-without-fixes": "as published, `INKLING_SCONV_FIXES=none`, full prefill graph",
+    "prefill-ngram-without-fixes": "as published, `INKLING_SCONV_FIXES=none`, the same, NGRAM",
 }
+STEPS_OF = {
+    "mtp-without-fixes": "as published, no fix",
+    "mtp-applied": "crashing fork after `apply`, plugin off",
+    "mtp-without-draft-window": "as published, `draft-checkpoint`: what SGLang keeps since 0.5.22",
+    "mtp-plugin": "crashing fork, `draft-checkpoint` and a first form of `draft-window` (below)",
+    "mtp-installed": "as published, `draft-checkpoint` and that first form",
+    "mtp-front-rows": "as published, `draft-checkpoint`, SGLang's scatter given the right rows",
+    "mtp-draft-checkpoints": "as published, `draft-checkpoint` and `draft-window`",
+}
+FIXED = {
+    "`prefill-rows`": ("prefill-without-fixes", "prefill-extra-buffer"),
+    "`prefill-tracking`, with `prefill-rows`": ("prefill-ngram-without-fixes", "prefill-ngram"),
+}
+OURS, EMPTY = "ours, kernel", "empty kernel"
 FACTS = {
     "accept length": "accept length (bonus token counted)",
     "distinct tokens in 300": "distinct tokens in 300",
@@ -32,8 +55,14 @@ FACTS = {
     "kl_multiturn_utils": "SGLang's `kl_multiturn_utils`",
 }
 NOT_RUN = (
-    "`extra_buffer_lazy` with a full prefill graph (`TestExtraBufferLazy`). SGLang refuses it with "
-    "MTP.",
+    "`draft-window` as it is now. Its first form ran (3 of 216 steps differ); then the rows before "
+    "the step, which it took from the conv state, were taken from the front rows, as in the run "
+    "with SGLang's scatter (0 of 216). It is not on by default.",
+    "Conv pools of exempt and inert draft-extend side by side (`TestDraftExtendForms`): the "
+    "server's dump was read before it was whole. Tokens, steps and logprobs are above.",
+    "`test/gpu/test_designs_gpu.py` after draft-extend became exempt. Its table is of the inert "
+    "form; in the run `gpu`, four of its cases fail for that reason.",
+    "20,000 requests of the soak, and its restart: the run was cut off after 420 s.",
     "Every other SGLang than the one above. `TestInstalled` runs on any.",
     "B200, four GPUs, tensor parallelism: the fused all-reduce path reads the same indices.",
     "SGLang's own Inkling suites, which need a checkpoint that is not public.",
@@ -74,12 +103,83 @@ def facts() -> Iterator[tuple[str, ...]]:
             if (value := load(name).get(key)) is not None:
                 shown = f"{value:.2f}" if isinstance(value, float) else str(value)
                 yield server, label, shown.strip("[]'")
-        if steps := load(name).get("tokens per decode step"):
-            yield (
-                server,
-                "tokens per decode step, after a hit against cold",
-                f"{steps['differing']} of {steps['compared']} differ; {steps['detail']}",
-            )
+
+
+def steps() -> Iterator[tuple[str, ...]]:
+    """Tokens per decode step after a hit against cold, by what is kept of the draft's state."""
+    for name, what in STEPS_OF.items():
+        record = load(name)
+        # The experiment's record has both of its servers, by the fixes of each.
+        record = record.get("draft-checkpoint", record.get("tokens per decode step"))
+        if record:
+            yield what, f"{record['differing']} of {record['compared']}", record["detail"]
+
+
+def fixed() -> Iterator[tuple[str, ...]]:
+    """A fix by the floats that differ without it and with it."""
+    for fix, names in FIXED.items():
+        figures = (load(name).get("prefill-made hit") for name in names)
+        yield fix, *(f"{f['differing']} of {f['compared']}" if f else "-" for f in figures)
+
+
+def mutants() -> Iterator[tuple[str, ...]]:
+    """What a real server shows of wrong versions."""
+    for name, seen in load("mtp-mutants").items():
+        figure = seen
+        if isinstance(seen, dict):
+            largest = f"largest {seen['largest']:.3g}, {seen['detail']}"
+            figure = f"{seen['differing']} of {seen['compared']} floats differ, {largest}"
+        yield name, f"**red**: {figure}"
+
+
+def refresh(measure: str) -> Iterator[str]:
+    """One measure of benchmark/bench_refresh.py: medians, and the spread in brackets."""
+    measured = load("refresh")["measures"][measure]
+
+    def cell(values: list[float]) -> str:
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return f"{median:.2f} ({(high - low) / 2:.2f})"
+
+    yield from table(
+        (f"{measure}, us", *(f"{rows} rows" for rows in measured)),
+        (
+            (name, *(cell(of[name]) for of in measured.values()))
+            for name in next(iter(measured.values()))
+        ),
+    )
+
+
+def parts() -> Iterator[str]:
+    """How far the kernel is from an empty one, and what is left out to get nearer."""
+    measured = load("refresh")["parts, graph"]
+    yield from table(
+        ("replayed graph, us", *(f"{rows} rows" for rows in measured)),
+        (
+            (name, *(f"{statistics.median(of[name]):.2f}" for of in measured.values()))
+            for name in next(iter(measured.values()))
+        ),
+    )
+
+
+def targets() -> Iterator[str]:
+    """What was aimed at, and whether it was met."""
+    found = load("refresh")["targets"]
+    met = sum(1 for _, reached in found if reached)
+    yield f"{met} of {len(found)} targets met."
+    yield from (f"- not met: {text}" for text, reached in found if not reached)
+    first = load("refresh")["first"]
+    counts = (
+        f"{name}: {one['compilations']}, {one['seconds']:.1f} s" for name, one in first.items()
+    )
+    yield f"\nCompilations at 200 new batch sizes, and what they take: {'; '.join(counts)}.\n"
+
+
+def launches() -> Iterator[tuple[str, ...]]:
+    """Launches and microseconds per decode step, by benchmark/bench_server.py."""
+    for name, contender in load("server").get("contenders", {}).items():
+        for what, values in contender["figures"].items():
+            if "per decode step" in what or "draft-extend" in what:
+                yield name, what.strip(), f"{statistics.median(values):.0f}"
 
 
 def designs() -> Iterator[str]:
@@ -153,8 +253,8 @@ Measured on {machine}. One GPU, the tiny checkpoint of
 with the inert fill of #34043 and without the guard of #35042, made by the tests. To renew:
 
 ```
-INKLING_SCONV_LOGS=DIR python -m pytest --junitxml=DIR/NAME.xml test/gpu test/registered
-cp DIR/*.json DIR/*.xml docs/evidence/ && make evidence
+INKLING_SCONV_LOGS=DIR make gpu-test
+python docs/write_evidence.py --take DIR && make evidence
 ```
 
 ## Start-up
@@ -167,26 +267,52 @@ With the plugin, and after `apply`, it serves, as follows.
 
 Logprobs, float by float. *cached*: prefix tokens reused by each request.
 """
-PREFILL = """\
-With the full prefill graph, {same} with our method and without it: the
-cause is outside the refresh. This SGLang's prefill runner leaves stale track rows past the live
-batch (`inkling-sconv doctor`: #34184, mended in 0.5.18); that they are what differs here was not
-shown. The test skips with its figure where doctor finds such a runner.
+FIXES = """\
+## Fixes
+
+Floats that differ on a prefix hit that prefill graphs made, of the same server without the fix and
+with it (`TestWithoutFixes`, `TestExtraBuffer`, `TestNgramWithoutFixes`, `TestNgram`).
+"""
+STEPS = """\
+Tokens per decode step after a hit on a decode-made prefix, against the same request cold. The target
+verifies every token, so the outputs are the same, and so was the number of steps: what differs is
+how many tokens some steps gave. The first form of `draft-window` took the rows before the step from
+the conv state; there, heads after the first have tokens that were not verified yet.
+"""
+MUTANTS = """\
+## Wrong versions on a real server
+
+Crashing fork, MTP (`TestMutants`).
+"""
+DESIGNS = """\
+## Rejected designs in real CUDA graphs
+
+`test/gpu/test_designs_gpu.py`, draft-extend inert; a figure is the number of sizes or replays that
+went wrong.
+"""
+REFRESH = """\
+## The refresh
+
+`python benchmark/bench_refresh.py --sglang-kernel FILE --sweep --json OUT.json --plot OUT.svg`, one
+run; FILE is SGLang 0.5.22's `sconv_tracking.py`. Medians of 11 rounds, in brackets half the distance
+of the quartiles. A round captures its graphs anew: where they lie moves a launch by a tenth.
+"""
+PARTS = """\
+What the kernel's time is made of, by leaving parts out:
+"""
+SERVER = """\
+## Launches per decode step
+
+`python benchmark/bench_server.py --quick --contenders exempt faithful checkpoints`: medians, torch
+profiler. *faithful*: draft-extend captured with inert tracking. *checkpoints*: exempt, with
+`draft-checkpoint` and the first form of `draft-window`. Of *exempt* alone there is no figure: torch's
+profiler crashed there (`TorchOpStorage::materialize`). Answers of *faithful* and *exempt*, to the bit:
 """
 SOAK = """\
 ## Soak
 
 As published, MTP, pools of 3072 tokens and 48 conv states, 32 clients: shared prefixes,
 conversations, aborts, flushes, retraction.
-"""
-STEPS = """\
-Tokens per step are recorded, not asserted. Up to 0.5.21 the draft's own conv checkpoints are not
-kept under CUDA graphs, so a draft may propose other tokens just after a hit; that this is the whole
-difference was not shown. The outputs are the same: the target verifies every token.
-
-## Rejected designs in real CUDA graphs
-
-`test/gpu/test_designs_gpu.py`; a figure is the number of sizes or replays that went wrong.
 """
 
 
@@ -203,12 +329,34 @@ def page() -> Iterator[str]:
         "outputs",
     )
     yield from table(heading, comparisons())
-    stock, ours = (load(name).get("prefill-made hit") for name in list(SERVERS)[2:])
-    if stock and ours and stock["differing"]:
-        yield PREFILL.format(same="the same floats differ" if stock == ours else "floats differ")
     yield from table(("server", "", "figure"), facts())
+    if verified := load("verify"):
+        seen = (f"{c['differing']} of {c['compared']}" for c in verified["comparisons"])
+        yield f"`inkling-sconv verify`: passed {verified['passed']}, differing {', '.join(seen)}.\n"
+    yield FIXES
+    yield from table(("fix", "without", "with"), fixed())
     yield STEPS
+    yield from table(("server", "steps that differ", ""), steps())
+    yield MUTANTS
+    yield from table(("version", ""), mutants())
+    yield DESIGNS
     yield from designs()
+    yield REFRESH
+    for measure in ("graph", "host"):
+        yield from refresh(measure)
+    yield from targets()
+    yield PARTS
+    yield from parts()
+    if load("server"):
+        yield SERVER
+        yield from table(
+            ("", "compared", "differ"),
+            (
+                (one["name"], str(one["compared"]), str(one["differing"]))
+                for one in load("server")["comparisons"]
+            ),
+        )
+        yield from table(("", "", "median"), launches())
     # A record without these is one of a load that failed.
     if load("soak").get("killed"):
         yield SOAK
@@ -219,7 +367,33 @@ def page() -> Iterator[str]:
     yield from (f"- {line}" for line in NOT_RUN)
 
 
+def take(folder: Path) -> None:
+    """Copy the records of ``folder`` and below: no path and no name of their machine, no answers."""
+    for path in folder.rglob("*.json"):
+        record = json.loads(_PATH.sub("", path.read_text()))
+        for contender in record.get("contenders", {}).values():
+            contender.pop("answers", None)
+        (RECORDS / path.name).write_text(json.dumps(record, indent=1))
+    for path in folder.rglob("*.xml"):
+        tree = ElementTree.parse(path)
+        for element in tree.iter():
+            element.attrib.pop("hostname", None)
+            if element.tag in ("failure", "error"):
+                element.text = None
+            for name, value in element.attrib.items():
+                element.set(name, _PATH.sub("", value))
+        name = path.parent.name if path.stem == "junit" else path.stem
+        tree.write(RECORDS / f"{name}.xml")
+
+
+# Absolute, or below a hidden folder.
+_PATH = re.compile(r"(?<![\w./])[./][\w.-]*/(?:[\w.-]+/)*")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--take"]:
+        take(Path(sys.argv[2]))
+        return
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "evidence.md"
     out.write_text("\n".join(page()).rstrip("\n") + "\n")
 

@@ -21,27 +21,37 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 INKLING = "test/registered/inkling"
-# With the seconds that they took on one H200.
+MTP, PREFILL = (f"{INKLING}/test_inkling_{name}.py" for name in ("mtp", "prefill_graph"))
+# With the seconds that they took on one H200. Each class starts a server, or two; those of a part
+# run at once, and a server takes little of the GPU.
 SHARDS: dict[int, tuple[str, ...]] = {
-    # 77
+    # 57
     1: (f"{INKLING}/test_inkling_refresh_capture.py", "test/gpu"),
-    # 135 + 205
+    # 282, beside two of part 3, with cold caches
     2: (
-        f"{INKLING}/test_inkling_mtp.py::TestCrashingFork",
-        f"{INKLING}/test_inkling_mtp.py::TestCrashingForkWithPlugin",
+        f"{MTP}::TestCrashingFork",
+        f"{MTP}::TestCrashingForkWithPlugin",
+        f"{MTP}::TestCrashingForkApplied",
+        f"{MTP}::TestInstalled",
+        f"{MTP}::TestDraftExtendForms",
     ),
-    # 130 + 140 + 140
+    # 160
     3: (
-        f"{INKLING}/test_inkling_mtp.py::TestCrashingForkApplied",
-        f"{INKLING}/test_inkling_prefill_graph.py::TestExtraBuffer",
-        f"{INKLING}/test_inkling_prefill_graph.py::TestExtraBufferLazy",
+        f"{PREFILL}::TestExtraBuffer",
+        f"{PREFILL}::TestExtraBufferLazy",
+        f"{PREFILL}::TestWithoutFixes",
+        f"{PREFILL}::TestNgram",
+        f"{PREFILL}::TestNgramWithoutFixes",
+        f"{PREFILL}::TestCrashingForkWithPlugin",
     ),
-    # 205 + 140
+    # 225
     4: (
-        f"{INKLING}/test_inkling_mtp.py::TestInstalled",
-        f"{INKLING}/test_inkling_prefill_graph.py::TestCrashingForkWithPlugin",
+        f"{MTP}::TestDraftCheckpoints",
+        f"{MTP}::TestWithoutFixes",
+        f"{MTP}::TestWithoutDraftWindow",
+        f"{MTP}::TestMutants",
     ),
-    # Not run yet. One part: the second class asks what the first was answered.
+    # 420, beside five other servers. The second class asks what the first was answered.
     5: (f"{INKLING}/test_inkling_soak.py",),
 }
 NEEDED = (
@@ -53,6 +63,7 @@ NEEDED = (
     "requests",
     "sglang",
     "wrapt",
+    "xdist",
 )
 
 
@@ -122,7 +133,7 @@ def run(
         print(f"shard {number}: {' '.join(tests)}", flush=True)
         start = time.monotonic()
         options = ("-v", f"--junit-xml={junit}", "-o", f"junit_suite_name={about}")
-        command = [sys.executable, "-m", "pytest", *tests, *options]
+        command = [sys.executable, "-m", "pytest", *tests, *options, *_at_once(tests)]
         variables = {**environment(), "INKLING_SCONV_LOGS": str(logs)}
         code = subprocess.run(command, cwd=root, env=variables).returncode
         after = counts(junit)
@@ -139,6 +150,13 @@ def run(
     if red:
         print(f"red: shard {', '.join(map(str, red))}", file=sys.stderr)
     return 1 if red else 0
+
+
+def _at_once(tests: Sequence[str]) -> tuple[str, ...]:
+    """pytest's options to run classes each in a process of its own; none for whole files."""
+    if not all("::" in test for test in tests):
+        return ()
+    return ("-n", str(len(tests)), "--dist", "loadscope")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from inkling_sconv.tiny import VOCABULARY
 from inkling_sconv.tree import find
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=600, stage="base-b", runner_config="1-gpu-large")
+register_cuda_ci(est_time=700, stage="base-b", runner_config="1-gpu-large")
 
 # Every further size costs 12 s of compilation.
 GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full", "--cuda-graph-bs-prefill", "256", "1024")

@@ -1,6 +1,6 @@
 """A server with MTP and a small pool under thousands of requests: answers, slots, memory, death.
 
-One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is how many; 20,000 if it is not set.
+One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is how many; 3,000 if it is not set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
 
-REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "20000"))
+REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "3000"))
 RUNNING = 8
 OPTIONS = (
     *BASE_OPTIONS,

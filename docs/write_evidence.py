@@ -270,14 +270,14 @@ Logprobs, float by float. *cached*: prefix tokens reused by each request.
 FIXES = """\
 ## Fixes
 
-Floats that differ on a prefix hit that prefill graphs made, of the same server without the fix and
-with it (`TestWithoutFixes`, `TestExtraBuffer`, `TestNgramWithoutFixes`, `TestNgram`).
+Floats that differ on a prefix hit that prefill graphs made, of the same server without the fix
+and with it (`TestWithoutFixes`, `TestExtraBuffer`, `TestNgramWithoutFixes`, `TestNgram`).
 """
 STEPS = """\
-Tokens per decode step after a hit on a decode-made prefix, against the same request cold. The target
-verifies every token, so the outputs are the same, and so was the number of steps: what differs is
-how many tokens some steps gave. The first form of `draft-window` took the rows before the step from
-the conv state; there, heads after the first have tokens that were not verified yet.
+Tokens per decode step after a hit on a decode-made prefix, against the same request cold. The
+target verifies every token, so the outputs are the same, and so was the number of steps: what
+differs is how many tokens some steps gave. The first form of `draft-window` took the rows before
+the step from the conv state; there, heads after the first have tokens that were not verified yet.
 """
 MUTANTS = """\
 ## Wrong versions on a real server
@@ -293,9 +293,10 @@ went wrong.
 REFRESH = """\
 ## The refresh
 
-`python benchmark/bench_refresh.py --sglang-kernel FILE --sweep --json OUT.json --plot OUT.svg`, one
-run; FILE is SGLang 0.5.22's `sconv_tracking.py`. Medians of 11 rounds, in brackets half the distance
-of the quartiles. A round captures its graphs anew: where they lie moves a launch by a tenth.
+`python benchmark/bench_refresh.py --sglang-kernel FILE --sweep --json OUT.json --plot OUT.svg`,
+one run; FILE is SGLang 0.5.22's `sconv_tracking.py`. Medians of 11 rounds, in brackets half the
+distance of the quartiles. A round captures its graphs anew: where they lie moves a launch by a
+tenth.
 """
 PARTS = """\
 What the kernel's time is made of, by leaving parts out:
@@ -303,10 +304,11 @@ What the kernel's time is made of, by leaving parts out:
 SERVER = """\
 ## Launches per decode step
 
-`python benchmark/bench_server.py --quick --contenders exempt faithful checkpoints`: medians, torch
-profiler. *faithful*: draft-extend captured with inert tracking. *checkpoints*: exempt, with
-`draft-checkpoint` and the first form of `draft-window`. Of *exempt* alone there is no figure: torch's
-profiler crashed there (`TorchOpStorage::materialize`). Answers of *faithful* and *exempt*, to the bit:
+`python benchmark/bench_server.py --quick --contenders exempt faithful checkpoints`: medians,
+torch profiler. *faithful*: draft-extend captured with inert tracking. *checkpoints*: exempt, with
+`draft-checkpoint` and the first form of `draft-window`. Of *exempt* alone there is no figure:
+torch's profiler crashed there (`TorchOpStorage::materialize`). Answers of *faithful* and
+*exempt*, to the bit:
 """
 SOAK = """\
 ## Soak

@@ -19,8 +19,7 @@ import wrapt
 
 from inkling_sconv import probe, runners
 from inkling_sconv.drafts import InklingShortConvolution
-
-VARIABLE = "INKLING_SCONV_FIXES"
+from inkling_sconv.plugin import FIXES_VARIABLE as VARIABLE
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,9 @@ def await_runners(
 
 
 def _asked(log: Callable[[int, str], None]) -> set[str] | None:
-    """Names in ``INKLING_SCONV_FIXES``; None where it is not set."""
-    value = os.environ.get(VARIABLE)
-    if value is None:
+    """Names in ``INKLING_SCONV_FIXES``; None where it is not set, or empty."""
+    value = os.environ.get(VARIABLE, "").strip()
+    if not value:
         return None
     names = {name.strip().lower() for name in value.split(",")} - {"", "none"}
     known = [fix.name for fix in FIXES]

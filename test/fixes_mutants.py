@@ -77,11 +77,11 @@ DRIVEN: dict[str, tuple[str, str]] = {
 
 DECIDED: dict[str, tuple[str, str]] = {
     "mended without harm": (
-        "        if not fix.harms(module):\n            return\n",
+        "        if not harms():\n            return\n",
         "",
     ),
     "not looked at again": (
-        "        if not fix.harms(module):\n            log(",
+        "        if not harms():\n            log(",
         "        if True:\n            log(",
     ),
     "what was added stays": ("            delattr(cls, name)\n", "            pass\n"),
@@ -105,6 +105,7 @@ DECIDED: dict[str, tuple[str, str]] = {
     "names as they are written": ("{name.strip().lower() for", "{name for"),
     "none is a name": ('- {"", "none"}', '- {""}'),
     "an unknown name is silent": ("if unknown := names.difference(known):", "if unknown := set():"),
+    "on the default device": ('with torch.device("cpu"):', "if True:"),
     "empty is none": ("    if not value:\n", "    if VARIABLE not in os.environ:\n"),
 }
 """Seen in which fixes are made where, and in what is said."""

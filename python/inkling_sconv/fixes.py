@@ -223,11 +223,17 @@ def _mend(fix: Fix, log: Callable[[int, str], None], module: ModuleType) -> None
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     before = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
     why = ""
+
+    def harms() -> bool:
+        # Models are built, and modules imported meanwhile, with the GPU for a default device.
+        with torch.device("cpu"):
+            return fix.harms(module)
+
     try:
-        if not fix.harms(module):
+        if not harms():
             return
         fix.mend(module)
-        if not fix.harms(module):
+        if not harms():
             log(logging.WARNING, f"{fix.name} ({fix.change}): {fix.harm}; mended.")
             return
         why = "it does not help here"

@@ -19,6 +19,7 @@ import fixes_mutants
 import mending
 import pytest
 import releases
+import torch
 from conftest import TEST
 from inkling_sconv import __version__, fixes, probe, runners
 from test_releases import STATES
@@ -303,11 +304,16 @@ def mends(subject: Any) -> dict[str, Any]:
     found["cannot be asked again"] = outcome(
         subject, fix_of(module, harms=raising(lambda: next(asked) > 0)), module
     )
+    module = runner_module()
+    with torch.device("meta"):
+        on_cpu = lambda module: torch.ones(1).is_cpu and module.Runner.harm == "done"  # noqa: E731
+        found["another default device"] = outcome(subject, fix_of(module, harms=on_cpu), module)
     return found
 
 
 MENDS = {
     "works": [[["WARNING", "one (#1): it harms; mended."]], True, False],
+    "another default device": [[["WARNING", "one (#1): it harms; mended."]], True, False],
     "again": [[], True, True],
     "does not help": [[["ERROR", "one (#1): it does not help here; left alone."]], False, True],
     **{

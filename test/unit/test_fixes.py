@@ -224,6 +224,8 @@ def test_wrong_fixes_are_caught(drive, tree):
     results = drive(tree, "wrong-fixes")
     assert results.pop("unchanged") == DRIVEN, "the table means nothing"
     assert set(results) == set(fixes_mutants.DRIVEN)
+    # An edit that does not fit raises too, and would pass for caught.
+    assert not [name for name, seen in results.items() if " places of " in str(seen)]
     survivors = [name for name, seen in results.items() if seen == DRIVEN]
     assert not survivors, f"nobody kills: {survivors}"
 

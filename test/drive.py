@@ -16,6 +16,8 @@ forks a child for each, and prints the child's JSON when it is done. A job is
 ``texts``     no plugin: the states of the classes in every file of FOLDER.
 ``checks``    no plugin: what ``inkling_sconv.checks`` prints.
 ``designs``   no plugin: the rows of the decision table, for the crashing tree.
+
+And those of ``test/mending.py``.
 """
 
 from __future__ import annotations
@@ -127,6 +129,10 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         import designs
 
         return designs.results()
+    import mending
+
+    if scenario in mending.SCENARIOS:
+        return mending.play(scenario)
 
     from inkling_sconv import plugin, probe
     from sglang.srt.plugins import load_plugins

@@ -131,19 +131,21 @@ BATCHES = tuple(
 _serial = itertools.count()
 
 
-def load(folder: Path, *edits: tuple[str, str], interpret: bool) -> ModuleType:
-    """A copy of kernels.py of its own, with ``edits``; each ``old`` stands there exactly once.
+def load(
+    folder: Path, *edits: tuple[str, str], interpret: bool, name: str = "kernels.py"
+) -> ModuleType:
+    """A copy of ``name`` of its own, with ``edits``; each ``old`` stands there exactly once.
 
     Triton reads the source of a kernel from a file, and decides while it decorates whether to
     interpret it.
     """
     from inkling_sconv import windows
 
-    text = Path(windows.__file__).with_name("kernels.py").read_text()
+    text = Path(windows.__file__).with_name(name).read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{text.count(old)} places of {old!r}"
         text = text.replace(old, new)
-    path = folder / f"kernels_{next(_serial)}.py"
+    path = folder / f"{Path(name).stem}_{next(_serial)}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

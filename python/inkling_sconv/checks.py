@@ -6,25 +6,21 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import importlib
-import inspect
 import json
 import random
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from types import FunctionType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from inkling_sconv import plugin, probe
+from inkling_sconv import plugin, probe, runners
 from inkling_sconv.probe import Rig
 
-RUNNER_MODULE = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
 
 
@@ -39,12 +35,16 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One check's answer: what was asked, which upstream change it belongs to, what was seen."""
+    """One check's answer: what was asked, which upstream change it belongs to, what was seen.
+
+    ``fix`` is the one of ``INKLING_SCONV_FIXES`` that mends it, if any does.
+    """
 
     asked: str
     change: str
     verdict: Verdict
     seen: str
+    fix: str = ""
 
 
 class _BrokenError(Exception):
@@ -57,16 +57,17 @@ class _Check:
     change: str
     run: Callable[[type], str]
     otherwise: Verdict
+    fix: str
 
 
 _CHECKS: list[_Check] = []
 
 
 def _check(
-    asked: str, change: str, otherwise: Verdict = Verdict.BROKEN
+    asked: str, change: str, otherwise: Verdict = Verdict.BROKEN, *, fix: str = ""
 ) -> Callable[[Callable[[type], str]], Callable[[type], str]]:
     def add(run: Callable[[type], str]) -> Callable[[type], str]:
-        _CHECKS.append(_Check(asked, change, run, otherwise))
+        _CHECKS.append(_Check(asked, change, run, otherwise, fix))
         return run
 
     return add
@@ -81,7 +82,7 @@ def rows(backend: type) -> Iterator[Row]:
             seen, verdict = str(error), check.otherwise
         except Exception as error:
             seen, verdict = f"{type(error).__name__}: {error}", Verdict.BROKEN
-        yield Row(check.asked, check.change, verdict, " ".join(seen.split()))
+        yield Row(check.asked, check.change, verdict, " ".join(seen.split()), check.fix)
 
 
 def _require(condition: Any, seen: str) -> None:
@@ -263,86 +264,62 @@ def _no_tokens(backend: type) -> str:
     return "0"
 
 
-@_check("prefill graphs track under speculation", "#34043")
+# The rest asks the runners around the class. Each is what one of fixes.py mends.
+
+
+@_check("prefill graphs track under speculation", "#34043", fix="prefill-tracking")
 def _tracks_under_speculation(backend: type) -> str:
-    runner = _prefill_runner()
-    decide = getattr(runner, "_is_mamba_track_enabled", None)
-    _require(decide is not None, "the prefill runner does not say")
-    assert decide is not None
-    with_one, without = (
-        _run_blank(decide, SimpleNamespace(model_runner=_Set(spec_algorithm=_Set(is_none=spec))))
-        for spec in (False, True)
+    module = importlib.import_module(runners.PREFILL)
+    _require(runners.tracks(module, speculative=False), "the prefill runner never tracks")
+    _require(
+        runners.tracks(module, speculative=True),
+        "the prefill runner leaves tracking out when a speculative algorithm is on",
     )
-    _require(without, "the prefill runner never tracks")
-    _require(with_one, "the prefill runner leaves tracking out when a speculative algorithm is on")
     return "the prefill runner tracks with and without"
 
 
-@_check("no stale track row is left past the live batch", "#34184")
+@_check("no stale track row is left past the live batch", "#34184", fix="prefill-rows")
 def _stale_rows(backend: type) -> str:
-    clears = "clear mamba_track_mask past the live rows (source)"
-    _require(not leaves_stale_rows(), f"load_batch does not {clears}")
-    return f"load_batch does {clears}"
+    stale = leaves_stale_rows()
+    _require(not stale, "after a batch of three, one of one still tracks rows past its own")
+    return "after a batch of three, one of one tracks its own row only"
+
+
+@_check(
+    "draft-extend graphs keep the draft's checkpoints",
+    "0.5.22",
+    Verdict.LIMIT,
+    fix="draft-checkpoint",
+)
+def _draft_checkpoints_kept(backend: type) -> str:
+    dropped = _asked_of_the_draft(runners.drops_draft_checkpoints, runners.DRAFT_EXTEND)
+    _require(not dropped, "a capture has no slots for them; after a hit the draft starts cold")
+    return "a capture has slots for them"
+
+
+@_check(
+    "the draft's checkpoint is the window that ends on its boundary",
+    "ours",
+    Verdict.LIMIT,
+    fix="draft-window",
+)
+def _draft_window(backend: type) -> str:
+    wrong = _asked_of_the_draft(runners.misplaces_draft_checkpoints, runners.CONVOLUTION)
+    _require(not wrong, "it is another window; after a hit the draft may propose other tokens")
+    return "it is, with and without front rows"
 
 
 def leaves_stale_rows() -> bool:
-    """Whether the prefill graph runner leaves the last replay's track mask past the live batch.
-
-    Judged from the syntax tree of its ``load_batch``.
-    """
-    return "mamba_track_mask" not in _zeroed_names(_prefill_runner())
+    """Whether the prefill graph runner leaves the last replay's track rows past the live batch."""
+    return runners.leaves_stale_rows(importlib.import_module(runners.PREFILL))
 
 
-def _prefill_runner() -> Any:
-    return importlib.import_module(RUNNER_MODULE).PrefillCudaGraphRunner
-
-
-class _Set:
-    """A configuration in which everything is on, but what is given and what disables something."""
-
-    def __init__(self, **given: Any):
-        self.given = given
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.given:
-            value = self.given[name]
-            return (lambda: value) if isinstance(value, bool) else value
-        return False if name.startswith("disable") else _Set()
-
-    def __call__(self) -> bool:
-        return True
-
-
-def _run_blank(function: Any, host: Any) -> bool:
-    """``function(host)`` with every configuration of its module on."""
-    names = {
-        name: (lambda: _Set())
-        if getattr(value, "__module__", "") in probe.CONFIG_MODULES
-        else value
-        for name, value in function.__globals__.items()
-    }
-    return bool(FunctionType(function.__code__, names)(host))
-
-
-def _zeroed_names(runner: Any) -> set[str]:
-    """Names of the buffers whose rows ``load_batch`` zeroes by name, from its syntax tree."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(runner.load_batch)))
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        zeroes = any(
-            isinstance(inner, ast.Call)
-            and isinstance(inner.func, ast.Attribute)
-            and inner.func.attr in ("zero_", "fill_")
-            and isinstance(inner.func.value, ast.Subscript)
-            for inner in ast.walk(node)
-        )
-        if isinstance(node, ast.For | ast.Expr) and zeroes:
-            found |= {
-                inner.value
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Constant) and isinstance(inner.value, str)
-            }
-    return found
+def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bool:
+    # What the draft proposes changes no answer, so a draft that cannot be asked is no breakage.
+    try:
+        return question(importlib.import_module(name))
+    except Exception as error:
+        raise _BrokenError(f"could not be asked: {type(error).__name__}: {error}") from error
 
 
 def main() -> None:

@@ -121,6 +121,11 @@ if triton is not None:
             new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
             tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
 
+    # By TRITON_INTERPRET, at the time of decoration.
+    _INTERPRETED = not isinstance(_update_conv_state_kernel, triton.JITFunction)
+else:
+    _INTERPRETED = False
+
 
 def update_conv_state(
     hidden_states: torch.Tensor,
@@ -138,7 +143,7 @@ def update_conv_state(
     Channels are contiguous, and so are the integer tensors. On the CPU it is the reference.
     """
     arguments = (hidden_states, cache, cache_indices, accepted, seq_lens, track_slots)
-    if not hidden_states.is_cuda:
+    if not (hidden_states.is_cuda or (_INTERPRETED and hidden_states.is_cpu)):
         update_conv_state_reference(*arguments, front=front, interval=interval)
         return
     rows, length, channels = hidden_states.shape

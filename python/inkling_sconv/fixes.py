@@ -19,8 +19,7 @@ import wrapt
 
 from inkling_sconv import probe, runners
 from inkling_sconv.drafts import InklingShortConvolution
-
-VARIABLE = "INKLING_SCONV_FIXES"
+from inkling_sconv.plugin import FIXES_VARIABLE as VARIABLE
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,9 @@ def await_runners(
 
 
 def _asked(log: Callable[[int, str], None]) -> set[str] | None:
-    """Names in ``INKLING_SCONV_FIXES``; None where it is not set."""
-    value = os.environ.get(VARIABLE)
-    if value is None:
+    """Names in ``INKLING_SCONV_FIXES``; None where it is not set, or empty."""
+    value = os.environ.get(VARIABLE, "").strip()
+    if not value:
         return None
     names = {name.strip().lower() for name in value.split(",")} - {"", "none"}
     known = [fix.name for fix in FIXES]
@@ -222,11 +221,17 @@ def _mend(fix: Fix, log: Callable[[int, str], None], module: ModuleType) -> None
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     before = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
     why = ""
+
+    def harms() -> bool:
+        # Models are built, and modules imported meanwhile, with the GPU for a default device.
+        with torch.device("cpu"):
+            return fix.harms(module)
+
     try:
-        if not fix.harms(module):
+        if not harms():
             return
         fix.mend(module)
-        if not fix.harms(module):
+        if not harms():
             log(logging.WARNING, f"{fix.name} ({fix.change}): {fix.harm}; mended.")
             return
         why = "it does not help here"

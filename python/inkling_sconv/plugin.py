@@ -25,6 +25,7 @@ PLUGIN = "inkling_sconv"
 DISTRIBUTION = "sglang-inkling-sconv"
 VARIABLE = "INKLING_SCONV"
 DRAFT_EXTEND_VARIABLE = "INKLING_SCONV_DRAFT_EXTEND"
+FIXES_VARIABLE = "INKLING_SCONV_FIXES"
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import releases
 import variants
 from inkling_sconv import cli, source
 from inkling_sconv.source import Shape
+from test_fixes import ALL, HARMS
 from test_releases import CLASS, STATES
 from typer.testing import CliRunner, Result
 
@@ -29,10 +31,10 @@ BROKEN = {
     "crashing": ["#35042", "#34043, #35042", "#35042", "#34043", "0.5.22"],
 }
 LIMITS = {
-    "untracked": {"ours, rule 9", "ours, rule 10"},
-    "guarded": {"0.5.22", "ours, rule 9", "ours, rule 10"},
-    "exempt": {"ours, rule 9", "ours, rule 10"},
-    "crashing": {"ours, rule 10"},
+    "untracked": {"ours, rule 9", "ours, rule 10", "0.5.22", "ours"},
+    "guarded": {"0.5.22", "ours, rule 9", "ours, rule 10", "ours"},
+    "exempt": {"ours, rule 9", "ours, rule 10", "ours"},
+    "crashing": {"ours, rule 10", "0.5.22", "ours"},
 }
 
 
@@ -126,7 +128,10 @@ def test_doctor(driven, tree, tmp_path):
     assert verdicts.get("broken", []) == BROKEN[state]
     # The zero-token and stale-row rules moved between releases; what is a limit stays one of these.
     assert set(verdicts.get("limit", [])) <= LIMITS[state]
-    assert ("0.5.22" in verdicts["limit"]) == (state == "guarded")
+    assert ("0.5.22" in verdicts["limit"]) == (state != "exempt")
+    # Each row that a fix is for says so, and no other; it holds where the harm is not there.
+    harms = {row["fix"]: row["verdict"] for row in report["rows"] if row["fix"]}
+    assert [name for name in ALL if harms.pop(name) != "holds"] == HARMS[tree] and not harms
 
     shown = run("doctor", root)
     assert shown.exit_code == report["exit"]
@@ -134,6 +139,10 @@ def test_doctor(driven, tree, tmp_path):
     assert f"state: {state}, driven on CPU tensors" in lines
     assert lines[-1].startswith("next: ")
     assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "nothing") in lines[-1]
+    table = re.sub(r"\W+", "", shown.stdout)
+    for name in ALL:
+        named = re.sub(r"\W+", "", f"mended by {name} (INKLING_SCONV_FIXES)")
+        assert (named in table) == (name in HARMS[tree])
 
     static = json.loads(run("doctor", "--static", "--json", root).stdout)
     assert static["state"] == state and static["exit"] == report["exit"]
@@ -180,6 +189,20 @@ def test_doctor_of_the_installed_sglang(tmp_path):
     assert done.returncode == 0 and report["tree"] == str(root)
     assert report["state"] == "grafted" and report["bare"] == "crashing"
     assert report["plugin"] == "loaded by servers, INKLING_SCONV=auto"
+    assert {row["fix"] for row in report["rows"] if row["verdict"] == "holds"} >= set(ALL)
+
+
+def test_doctor_of_an_installed_sglang_that_the_fixes_are_for():
+    root = releases.release("0.5.17")
+    fixed = set()
+    for value in ("", "none"):
+        environment = releases.environment(root, "0.5.17", INKLING_SCONV_FIXES=value)
+        done = inkling("doctor", "--json", **environment)
+        report = json.loads(done.stdout)
+        # What is left is the method's own: its captures record no scatter.
+        assert report["state"] == "untracked" and done.returncode == 1
+        fixed ^= {row["fix"] for row in report["rows"] if row["fix"] and row["verdict"] == "holds"}
+    assert fixed == set(ALL)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,9 @@ def fits(parts: tuple[str | None, ...], text: str) -> bool:
 
 
 def value(text: str) -> bool:
-    """A word, an exception or numbers as Python prints them, or again one of the code's strings."""
-    plain = r"\S*|\w+Error: .*|No module named '\w+'|[\[(]\d+(?:, \d+)*[\])]"
+    """A word or a list of them, an exception or numbers as Python prints them, or again one of the
+    code's strings."""
+    plain = r"\S*|[\w-]+(?:, [\w-]+)*|\w+Error: .*|No module named '\w+'|[\[(]\d+(?:, \d+)*[\])]"
     return bool(re.fullmatch(plain, text)) or printable(text)
 
 
@@ -161,6 +162,12 @@ SCENES: dict[str, list[tuple[str, str | None, str | None]]] = {
 }
 
 
+FIX_SCENES = {
+    "0.5.17": [("mended", ""), ("mended", "banana"), ("undrivable", "")],
+    "0.5.18": [("mended", "draft-checkpoint")],
+}
+
+
 def scene_text(name: str) -> str:
     if name == "nothing":
         return "x = 1\n"
@@ -181,7 +188,18 @@ def test_what_the_plugin_logs_is_on_the_page(drive, tree):
             assert said in lines, (tree, scenario, mode, text)
 
 
+@pytest.mark.parametrize("tree", FIX_SCENES)
+def test_what_the_fixes_log_is_on_the_page(drive, tree):
+    lines = quoted()
+    for scenario, names in FIX_SCENES[tree]:
+        seen = drive(tree, scenario, INKLING_SCONV_FIXES=names)["log"]
+        assert len(seen) > 1
+        for line in seen:
+            said = line.partition(" ")[2].replace(__version__, "0.1.0")
+            assert said in lines, (tree, scenario, names)
+
+
 def test_the_line_in_the_readme(drive):
-    (line,) = drive(releases.CRASHING, "late")["log"]
+    line = drive(releases.CRASHING, "late")["log"][0]
     said = line.partition(" ")[2].replace(__version__, "0.1.0")
     assert said in " ".join((ROOT / "README.md").read_text().split())

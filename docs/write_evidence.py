@@ -370,7 +370,7 @@ def page() -> Iterator[str]:
 
 
 def take(folder: Path) -> None:
-    """Copy the records of ``folder`` and below, without answers and without what names a machine."""
+    """Copy the records of ``folder`` and below, without answers and without a machine's names."""
     for path in folder.rglob("*.json"):
         record = json.loads(_PATH.sub("", path.read_text()))
         for contender in record.get("contenders", {}).values():

@@ -108,8 +108,13 @@ def expected(step: Step) -> torch.Tensor:
         if n < 0:
             continue
 
-        def token(position: int, r: int = r, own: int = own, base: int = base) -> torch.Tensor:
-            if position < base:
+        # Front rows come in the place of the conv state's own.
+        first = base - min(step.front, step.window)
+
+        def token(
+            position: int, r: int = r, own: int = own, base: int = base, first: int = first
+        ) -> torch.Tensor:
+            if position < first:
                 return after[own, position - (base - step.window)]
             return hidden[r, step.front + position - base]
 

@@ -38,7 +38,7 @@ DRIVEN: dict[str, tuple[str, str]] = {
         "slots[: batch.batch_size].clone()\n",
     ),
     "checkpoint: all slots in each batch": ("slots[: batch.batch_size]\n", "slots\n"),
-    "checkpoint: padded rows stale": ("            slots[live : runner.bs].zero_()\n", ""),
+    "checkpoint: padded rows stale": ("            slots[live:].zero_()\n", ""),
     "checkpoint: live rows zeroed": (
         f"            if live:\n                {KEEP}\n",
         "",
@@ -52,8 +52,8 @@ DRIVEN: dict[str, tuple[str, str]] = {
         "runner.buffers.mamba_track_indices = batch.mamba_track_indices.clone()",
     ),
     "checkpoint: a batch without slots": (
-        "live = 0 if batch.mamba_track_indices is None else runner.raw_bs",
-        "live = runner.raw_bs",
+        "live = 0 if batch.mamba_track_indices is None else batch.batch_size",
+        "live = batch.batch_size",
     ),
     "checkpoint: the batch by position only": (
         'args[0] if args else kwargs["forward_batch"]',

@@ -103,8 +103,8 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
         slots = getattr(runner.buffers, "mamba_track_indices", None)
         if slots is not None:
             batch = args[0] if args else kwargs["forward_batch"]
-            live = 0 if batch.mamba_track_indices is None else runner.raw_bs
-            slots[live : runner.bs].zero_()
+            live = 0 if batch.mamba_track_indices is None else batch.batch_size
+            slots[live:].zero_()
             if live:
                 slots[:live].copy_(batch.mamba_track_indices[:live])
         return result

@@ -86,14 +86,19 @@ def test_one_request_by_hand(interpreted, n, front):
 
 
 REFERENCE, KERNEL = "update_conv_state_reference", "update_conv_state"
-OLD_IN_THE_CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < WINDOW, old, new)"
-OLD_IN_THE_STATE = "tl.store(own + w * cache_row, tl.where(at < WINDOW, old, new)"
+OLD_IN_THE_CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new)"
+OLD_IN_THE_STATE = "tl.store(own + w * cache_row, tl.where(at < STATE, old, new)"
 MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     "reference: padded rows write": (
         REFERENCE,
         ("        if n < 0:\n            continue", "        if n < -1:\n            continue"),
     ),
-    "reference: front rows are tokens": (REFERENCE, ("hidden_states[:, front:]", "hidden_states")),
+    "reference: front rows are tokens": (REFERENCE, ("own[front - fresh :]", "own")),
+    "reference: the state for front rows": (REFERENCE, ("fresh = min(front, window)", "fresh = 0")),
+    "reference: front rows past the window": (
+        REFERENCE,
+        ("fresh = min(front, window)", "fresh = front"),
+    ),
     "reference: a boundary at the base": (REFERENCE, ("and past > 0:", "and past >= 0:")),
     "reference: the boundary's own token left out": (
         REFERENCE,
@@ -105,14 +110,17 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     ),
     "reference: one checkpoint slot": (REFERENCE, ("int(track_slots[r])", "int(track_slots[0])")),
     "reference: one slot": (REFERENCE, ("int(cache_indices[r])", "int(cache_indices[0])")),
-    "reference: the length before the step": (REFERENCE, (" - own.shape[0]\n", "\n")),
+    "reference: the length before the step": (
+        REFERENCE,
+        (" - (own.shape[0] - front)\n", "\n"),
+    ),
     "reference: rejected tokens move the state": (
         REFERENCE,
         ("rows[n : n + window]", "rows[-window:]"),
     ),
     "reference: another slot's state": (
         REFERENCE,
-        ("rows = torch.cat([cache[slot], own])", "rows = torch.cat([cache[slot - 1], own])"),
+        ("cache[slot, : window - fresh]", "cache[slot - 1, : window - fresh]"),
     ),
     "kernel: padded rows write": (
         KERNEL,
@@ -121,8 +129,8 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     "kernel: front rows in the state": (
         KERNEL,
         (
-            "\n                token + (at - WINDOW + FRONT)",
-            "\n                token + (at - WINDOW)",
+            "\n            new = tl.load(token + (at - WINDOW + FRONT)",
+            "\n            new = tl.load(token + (at - WINDOW)",
         ),
     ),
     "kernel: front rows in the checkpoint": (
@@ -135,6 +143,10 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     "kernel: front rows are of the step": (
         KERNEL,
         ("        length - front,\n", "        length,\n"),
+    ),
+    "kernel: the state for front rows": (
+        KERNEL,
+        ("max(cache.shape[1] - front, 0)", "cache.shape[1]"),
     ),
     "kernel: a boundary at the base": (
         KERNEL,

@@ -31,8 +31,10 @@ class Tree:
             text=True,
         )
 
-    def play(self, scenario: str, mode: str | None, file: Path | None) -> dict[str, Any]:
-        environment = {} if mode is None else {"INKLING_SCONV": mode}
+    def play(
+        self, scenario: str, mode: str | None, file: Path | None, **variables: str
+    ) -> dict[str, Any]:
+        environment = variables if mode is None else {"INKLING_SCONV": mode, **variables}
         job = {"scenario": scenario, "environment": environment, "file": file and str(file)}
         try:
             print(json.dumps(job), file=self.process.stdin, flush=True)
@@ -67,14 +69,21 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture
 def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text."""
+    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text.
+
+    ``variables`` are more of its environment.
+    """
 
     def _drive(
-        name: str, scenario: str, mode: str | None = None, text: str | None = None
+        name: str,
+        scenario: str,
+        mode: str | None = None,
+        text: str | None = None,
+        **variables: str,
     ) -> dict[str, Any]:
         if text is not None:
             (tmp_path / releases.BACKEND.name).write_text(text)
-        return trees(name).play(scenario, mode, None if text is None else tmp_path)
+        return trees(name).play(scenario, mode, None if text is None else tmp_path, **variables)
 
     return _drive
 

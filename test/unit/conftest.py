@@ -69,10 +69,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture
 def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text.
-
-    ``variables`` are more of its environment.
-    """
+    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text."""
 
     def _drive(
         name: str,

@@ -229,7 +229,7 @@ plugin.register()
 print((time.process_time() - start) * 1e3)
 """
     environment = releases.environment(
-        releases.tree("0.5.17", tmp_path), "0.5.17", INKLING_SCONV="force"
+        releases.tree("0.5.17", tmp_path), "0.5.17", INKLING_SCONV="force", **NO_FIXES
     )
     environment["PYTHONPATH"] += f"{os.pathsep}{TEST}"
     tries = []

@@ -34,7 +34,11 @@ def results() -> dict[str, list[dict[str, str]]]:
     exec(compile(text, "<fixed>", "exec"), vars(fixed))
     (backend,) = probe.find_backends(fixed)
     designs = {"as it crashes": host, f"{FIX}, as apply writes it": backend}
-    designs[f"{FIX}, as the plugin grafts it"] = mutants.build(mutants.CONTROLS[0], host)
+    ours = mutants.CONTROLS[0]
+    designs[f"{FIX}, as the plugin grafts it"] = mutants.build(ours, host)
+    designs[f"{FIX}, grafted, draft-extend inert"] = mutants.build(
+        ours, host, exempt_draft_extend=False
+    )
     for rejected in mutants.REJECTED_DESIGNS:
         designs[rejected.name.removeprefix("design: ")] = mutants.build(rejected, host)
     return {

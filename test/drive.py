@@ -46,6 +46,7 @@ RUNNERS = (
     "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner",
     "sglang.srt.speculative.multi_layer_eagle_worker_v2",
+    "sglang.srt.models.inkling_common.sconv",
 )
 RUNNER_PACKAGE = "sglang.srt.model_executor.runner"
 # SGLang's own note that it has loaded its plugins.
@@ -78,9 +79,11 @@ def attributes() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any]) -> list[str]:
+    """What is another object now, or gone, or new in a class that was there."""
     after = attributes()
     differ = {name for name, value in before.items() if after.get(name) is not value}
-    return sorted(differ - OWN_STATE)
+    new = {n for n in after if isinstance(before.get(n.rpartition(".")[0]), type)} - before.keys()
+    return sorted((differ | new) - OWN_STATE)
 
 
 def states(module: Any) -> dict[str, dict[str, str]]:

@@ -113,7 +113,7 @@ def _treat(backend: type, mode: Mode) -> Any:
     found = f"{backend.__qualname__} is {report.state.value} ({report.why})"
     known = report.state is not probe.State.UNKNOWN
     if report.state is probe.State.CRASHING or (mode is Mode.FAST and known):
-        _graft(backend, found)
+        _graft(backend, found, must_exempt=report.state is probe.State.EXEMPT)
     elif report.state is probe.State.EXEMPT:
         refused = ""
         if mode is Mode.FORCE:
@@ -136,7 +136,7 @@ def _treat(backend: type, mode: Mode) -> Any:
     return report.state
 
 
-def _graft(backend: type, found: str) -> None:
+def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
     """Put our methods on ``backend``; take them off again if they do not hold there."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -150,7 +150,7 @@ def _graft(backend: type, found: str) -> None:
         wrapped(*args, **kwargs)
         InklingSconvBackend._alloc_inert_tracking(instance, exempt_draft_extend=exempt)
 
-    exempt = _exempts_draft_extend()
+    exempt = _exempts_draft_extend(must_exempt)
     # Not through the registry: it walks every loaded module for each target, 30 ms a time.
     wrapt.wrap_function_wrapper(backend, probe.ALLOC, alloc)
     HookRegistry.register(
@@ -181,15 +181,20 @@ def _graft(backend: type, found: str) -> None:
     )
 
 
-def _exempts_draft_extend() -> bool:
-    """Whether our method leaves draft-extend alone: yes, unless ``inert`` is asked for."""
+def _exempts_draft_extend(must: bool) -> bool:
+    """Whether our method leaves draft-extend alone: yes, unless ``inert`` is asked for.
+
+    ``must``: the runner stages the draft's checkpoint slots, which inert ones would overwrite.
+    """
     value = os.environ.get(DRAFT_EXTEND_VARIABLE, "").strip().lower() or "exempt"
     if value not in ("exempt", "inert"):
         _log(
             logging.WARNING,
             f"{DRAFT_EXTEND_VARIABLE}={value!r} is none of exempt, inert; using exempt.",
         )
-    return value != "inert"
+    elif value == "inert" and must:
+        _log(logging.WARNING, f"{DRAFT_EXTEND_VARIABLE}=inert is refused here; using exempt.")
+    return must or value != "inert"
 
 
 def _foreign_hook(backend: type) -> str | None:

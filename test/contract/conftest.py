@@ -6,7 +6,10 @@ class in its place.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -30,9 +33,32 @@ def subject(request: pytest.FixtureRequest) -> type:
     return mutant or probe.find_backends(MODULE)[0]
 
 
-@pytest.fixture
-def make_rig(subject: type):
-    def make(**options) -> probe.Rig:
-        return probe.Rig(subject, **options)
+@pytest.fixture(scope="session")
+def metadata_class() -> type:
+    """What the tree keeps a step's metadata in."""
+    own = (c for c in vars(MODULE).values() if getattr(c, "__module__", "") == MODULE.__name__)
+    (found,) = (c for c in own if "track_conv_indices" in getattr(c, "__annotations__", ()))
+    return found
 
-    return make
+
+@pytest.fixture(scope="session")
+def build_rig(subject: type, metadata_class: type) -> Callable[..., probe.Rig]:
+    """A rig in a form of draft-extend, with the tree's own metadata."""
+
+    def build(form: str, **options: Any) -> probe.Rig:
+        rig = probe.Rig(subject, **options)
+        rig.backend.sconv_metadata = metadata_class()
+        rig.backend._inkling_sconv_exempt_draft_extend = form == "exempt"
+        return rig
+
+    return build
+
+
+@pytest.fixture(params=("exempt", "inert"))
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_rig(build_rig: Callable[..., probe.Rig], form: str) -> Callable[..., probe.Rig]:
+    return functools.partial(build_rig, form)

@@ -19,8 +19,14 @@ HERE = Path(__file__).resolve().parent
 
 BACKEND = "inkling_sconv.backend"
 WINDOWS = "inkling_sconv.windows"
-EAGER_RETURN = "if forward_batch.mamba_track_mask is None and not on_graph_path:"
-FILL = "            _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
+EARLY_RETURN = (
+    "if forward_batch.mamba_track_mask is None and (\n"
+    "            not on_graph_path or _is_exempt(self, forward_batch)\n"
+    "        ):"
+)
+NO_INDICES = "            metadata.track_conv_indices = None\n"
+FILL = "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
+EXEMPT = "    return exempt and forward_batch.forward_mode.is_draft_extend_v2()\n"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ REJECTED_DESIGNS = (
     mutant(
         "design: revert #34043",
         BACKEND,
-        (EAGER_RETURN, "if forward_batch.mamba_track_mask is None:"),
+        (EARLY_RETURN, "if forward_batch.mamba_track_mask is None:"),
     ),
     mutant(
         "design: guard on None alone",
@@ -61,11 +67,7 @@ REJECTED_DESIGNS = (
         "design: guard inside the inert fill",
         BACKEND,
         ("        out = None\n", "        out = None\n        filled = False\n"),
-        (
-            "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)",
-            "                _inert_tracking(self, forward_batch).fill(forward_batch, rows)\n"
-            "                filled = True",
-        ),
+        (FILL, f"{FILL}                filled = True\n"),
         (
             "        if prefix_lens is None and on_graph_path:",
             "        if prefix_lens is None and filled:",
@@ -75,11 +77,17 @@ REJECTED_DESIGNS = (
         "design: return early for prefill",
         BACKEND,
         (
-            EAGER_RETURN,
-            "if forward_batch.mamba_track_mask is None and (not on_graph_path or "
-            'forward_batch.forward_mode.name == "EXTEND"):',
+            "not on_graph_path or _is_exempt(self, forward_batch)\n",
+            "not on_graph_path or _is_exempt(self, forward_batch)\n"
+            '            or forward_batch.forward_mode.name == "EXTEND"\n',
         ),
     ),
+)
+
+NO_GUARD = mutant(
+    "no guard",
+    BACKEND,
+    ("        if prefix_lens is None and on_graph_path:", "        if False:"),
 )
 
 ONE_LINERS = (
@@ -133,9 +141,87 @@ ONE_LINERS = (
             "(query_start_loc[-1:].to(torch.int64) * 0 + int(query_start_loc[-1]) - 1)",
         ),
     ),
-    mutant("no early return", BACKEND, (EAGER_RETURN, "if False:")),
+    NO_GUARD,
+    mutant("no early return", BACKEND, (EARLY_RETURN, "if False:")),
+    mutant("an early return keeps old indices", BACKEND, (NO_INDICES, "")),
     mutant(
-        "eager keeps old indices", BACKEND, ("            metadata.track_conv_indices = None\n", "")
+        "exempt keeps old indices",
+        BACKEND,
+        (NO_INDICES, f"            if not on_graph_path:\n    {NO_INDICES}"),
+    ),
+    mutant(
+        "exempt ignores the mask",
+        BACKEND,
+        (
+            EARLY_RETURN,
+            "if (forward_batch.mamba_track_mask is None and not on_graph_path) or (\n"
+            "            _is_exempt(self, forward_batch)\n"
+            "        ):",
+        ),
+    ),
+    mutant("exempt for every mode", BACKEND, (EXEMPT, "    return exempt\n")),
+    mutant("never exempt", BACKEND, (EXEMPT, "    return False\n")),
+    mutant(
+        "exempt though inert is asked for",
+        BACKEND,
+        (EXEMPT, "    return forward_batch.forward_mode.is_draft_extend_v2()\n"),
+    ),
+    mutant(
+        "exempt off by default",
+        BACKEND,
+        ("exempt_draft_extend: bool = True", "exempt_draft_extend: bool = False"),
+    ),
+    mutant(
+        "an older backend is not exempt",
+        BACKEND,
+        ('"_inkling_sconv_exempt_draft_extend", True)', '"_inkling_sconv_exempt_draft_extend", 0)'),
+    ),
+    mutant(
+        "exempt drops the checkpoint slots",
+        BACKEND,
+        (NO_INDICES, f"{NO_INDICES}            forward_batch.mamba_track_indices = None\n"),
+    ),
+    mutant(
+        "exempt fills the inert fields",
+        BACKEND,
+        (
+            NO_INDICES,
+            f"{NO_INDICES}            if on_graph_path and hasattr(self, '_inkling_sconv_inert'):\n"
+            "                self._inkling_sconv_inert.fill(forward_batch, rows)\n",
+        ),
+    ),
+    mutant(
+        "exempt drops the destinations",
+        BACKEND,
+        (NO_INDICES, f"{NO_INDICES}            metadata.track_cache_indices = None\n"),
+    ),
+    mutant(
+        "exempt checks the bound",
+        BACKEND,
+        (
+            NO_INDICES,
+            f"{NO_INDICES}            assert rows <= self._graph_track_conv_indices.shape[0]\n",
+        ),
+    ),
+    mutant(
+        "destinations not inert",
+        BACKEND,
+        ("metadata.track_cache_indices = forward_batch.mamba_track_indices\n", "pass\n"),
+    ),
+    mutant(
+        "destinations where there is no place for them",
+        BACKEND,
+        ('if hasattr(metadata, "track_cache_indices"):', "if True:"),
+    ),
+    mutant(
+        "live destinations overwritten",
+        BACKEND,
+        (
+            "        track_seqlens = forward_batch.mamba_track_seqlens\n",
+            "        track_seqlens = forward_batch.mamba_track_seqlens\n"
+            '        if hasattr(metadata, "track_cache_indices"):\n'
+            "            metadata.track_cache_indices = forward_batch.mamba_track_indices\n",
+        ),
     ),
     mutant(
         "guard inverted",
@@ -223,8 +309,11 @@ CONTROLS = (mutant("unchanged backend.py", BACKEND), mutant("unchanged windows.p
 MUTANTS = (*REJECTED_DESIGNS, *ONE_LINERS)
 
 
-def build(wrong: Mutant, host: type) -> type:
-    """A subclass of ``host`` whose methods are ours with ``wrong`` in them."""
+def build(wrong: Mutant, host: type, **form: bool) -> type:
+    """A subclass of ``host`` whose methods are ours with ``wrong`` in them.
+
+    ``form`` is what its ``_alloc_inert_tracking`` is given; nothing means the default.
+    """
     module = types.ModuleType(wrong.module)
     exec(compile(wrong.source(), f"<{wrong.name}>", "exec"), vars(module))
     if wrong.module == WINDOWS:
@@ -236,7 +325,7 @@ def build(wrong: Mutant, host: type) -> type:
 
     def alloc(self) -> None:
         super(subclass, self)._alloc_graph_buffers()
-        ours._alloc_inert_tracking(self)
+        ours._alloc_inert_tracking(self, **form)
 
     subclass = type(
         "Mutant",

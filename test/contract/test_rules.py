@@ -1,9 +1,11 @@
-"""Rules 1-10 of the refresh, one by one, with real ``ForwardBatch`` objects on CPU tensors.
+"""Rules 1-11 of the refresh, one by one, with real ``ForwardBatch`` objects on CPU tensors.
 
-The numbers are those of ``docs/contract.md``.
+The numbers are those of ``docs/contract.md``. ``make_rig`` gives a test both forms of draft-extend.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +13,25 @@ from formula import INTEGERS, Case, expected, live_batches
 from hypothesis import given
 from inkling_sconv.probe import Rig
 
-GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
+DRAFT_EXTEND = "DRAFT_EXTEND_V2"
+GRAPH_MODES = (DRAFT_EXTEND, "EXTEND")
+# Where a capture without a mask is not rule 11's.
+INERT_CAPTURES = (("exempt", "EXTEND"), ("inert", "EXTEND"), ("inert", DRAFT_EXTEND))
 TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens")
+
+
+def later_metadata(track_cache_indices):
+    return SimpleNamespace(
+        query_start_loc=None, track_conv_indices=None, track_cache_indices=track_cache_indices
+    )
 
 
 @pytest.mark.parametrize("on_graph_path", (False, True))
 @pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("draft_extend", ("exempt", "inert"))
 @given(case=live_batches())
-def test_the_window_is_the_formula(subject, mode, on_graph_path, case):
-    rig = Rig(subject, window=case.window, chunk_size=case.chunk_size)
+def test_the_window_is_the_formula(build_rig, draft_extend, mode, on_graph_path, case):
+    rig = build_rig(draft_extend, window=case.window, chunk_size=case.chunk_size)
     batch = rig.batch(
         mode,
         case.rows,
@@ -44,7 +56,7 @@ def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
     assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
 def test_rule_2_capture_without_a_mask_records_an_inert_scatter(make_rig, mode):
     rig = make_rig()
     batch = rig.batch(mode, 3, prefix_lens=[0, 0, 0])
@@ -57,7 +69,37 @@ def test_rule_2_capture_without_a_mask_records_an_inert_scatter(make_rig, mode):
     assert batch.mamba_track_indices.dtype == batch.mamba_track_seqlens.dtype == torch.int64
 
 
+@pytest.mark.parametrize("later", (False, True))
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+def test_rule_2_the_scatter_finds_inert_destinations(make_rig, mode, later):
+    """Since 0.5.22 it takes them from the metadata; ``later`` is metadata of that kind."""
+    rig = make_rig()
+    if later:
+        rig.backend.sconv_metadata = later_metadata("of the step before")
+    metadata = rig.backend.sconv_metadata
+    has = hasattr(metadata, "track_cache_indices")
+    batch = rig.batch(mode, 3)
+    rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+    assert hasattr(metadata, "track_cache_indices") == has
+    if has:
+        assert metadata.track_cache_indices is batch.mamba_track_indices
+        assert metadata.track_cache_indices.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("on_graph_path", (False, True))
 @pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_rule_2_a_live_batch_keeps_its_destinations(make_rig, mode, on_graph_path):
+    """The metadata's may be translated ones, where the batch's are not."""
+    rig = make_rig()
+    metadata = rig.backend.sconv_metadata = later_metadata("translated")
+    batch = rig.batch(mode, 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    slots = batch.mamba_track_indices
+    assert rig.refresh(batch, [0, 64], on_graph_path=on_graph_path).tolist() == [[61, 62, 63]]
+    assert metadata.track_cache_indices == "translated"
+    assert batch.mamba_track_indices is slots
+
+
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
 def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
     rig = make_rig()
     addresses = set()
@@ -68,7 +110,7 @@ def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
 def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
     rig = make_rig()
     rig.backend._graph_track_conv_indices.fill_(-7)
@@ -138,7 +180,7 @@ def test_rule_6_the_padded_tail_is_zero(make_rig, on_graph_path, seqlens, prefix
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 @pytest.mark.parametrize("prefix", (False, True))
 @pytest.mark.parametrize("tracked", (False, True))
-def test_rule_7_no_value_is_read_on_the_host(make_rig, mode, prefix, tracked):
+def test_rule_7_no_value_is_read_on_the_host(make_rig, form, mode, prefix, tracked):
     # On meta tensors, any read of a value raises.
     rig = make_rig(device="meta")
     fields = {"mask": [True] * 3, "track_seqlens": [64] * 2} if tracked else {}
@@ -147,12 +189,15 @@ def test_rule_7_no_value_is_read_on_the_host(make_rig, mode, prefix, tracked):
     batch = rig.batch(mode, 3, **fields)
     for _ in range(2):
         got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
-        assert got.shape == (3, 3) and got.dtype == torch.int64
+        if not tracked and (form, mode) not in INERT_CAPTURES:
+            assert got is None
+        else:
+            assert got.shape == (3, 3) and got.dtype == torch.int64
     if tracked and prefix:
         assert rig.refresh(batch, [0, 64, 128, 192], on_graph_path=False).shape == (3, 3)
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
 def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mode):
     """One batch per size, as the runners build it, through the backend of every draft step."""
     max_rows, width = 48, 5
@@ -218,6 +263,43 @@ def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
         rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
 
 
+@pytest.mark.parametrize("slots", (None, [5, 6, 7]))
+@pytest.mark.parametrize("prefix_lens", (None, [0, 0, 0]))
+def test_rule_11_draft_extend_keeps_its_fields(build_rig, prefix_lens, slots):
+    rig = build_rig("exempt")
+    rig.backend._graph_track_conv_indices.fill_(-7)
+    batch = rig.batch(DRAFT_EXTEND, 3, prefix_lens=prefix_lens)
+    batch.mamba_track_indices = slots and rig.tensor(slots, torch.int64)
+    metadata = rig.backend.sconv_metadata = later_metadata(batch.mamba_track_indices)
+    before = dict(vars(batch))
+    for _ in ("warm-up", "capture"):
+        metadata.track_conv_indices = "of the step before"
+        rig.backend._refresh_track_conv_indices(batch, True)
+        assert metadata.track_conv_indices is None
+        assert metadata.track_cache_indices is batch.mamba_track_indices
+        assert vars(batch).keys() == before.keys()
+        assert all(value is before[name] for name, value in vars(batch).items())
+    assert slots is None or batch.mamba_track_indices.tolist() == slots
+    assert rig.backend._graph_track_conv_indices.eq(-7).all()
+
+
+@pytest.mark.parametrize("rows", (0, 1, 8, 9))
+@pytest.mark.parametrize("older", (False, True))
+def test_rule_11_needs_neither_rows_nor_buffers(build_rig, rows, older):
+    rig = build_rig("exempt")
+    if older:  # a backend that was made before the plugin was loaded
+        del rig.backend._inkling_sconv_inert, rig.backend._inkling_sconv_exempt_draft_extend
+    batch = rig.batch(DRAFT_EXTEND, rows)
+    starts = [4 * r for r in range(rows + 1)]
+    assert rig.refresh(batch, starts, on_graph_path=True) is None
+    assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
+
+
+def test_rule_11_is_the_default(subject):
+    rig = Rig(subject)
+    assert rig.refresh(rig.batch(DRAFT_EXTEND, 1), [0, 4], on_graph_path=True) is None
+
+
 @pytest.mark.parametrize(
     ("seqlens", "prefix", "want"),
     (
@@ -236,8 +318,9 @@ def test_negative_and_partial_chunks_round_down(make_rig, seqlens, prefix, want)
     assert got[1].tolist() == want
 
 
-def test_a_backend_older_than_the_plugin_says_so(make_rig):
+@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+def test_a_backend_older_than_the_plugin_says_so(make_rig, mode):
     rig = make_rig()
     del rig.backend._inkling_sconv_inert
     with pytest.raises(RuntimeError, match="made before inkling_sconv was loaded"):
-        rig.refresh(rig.batch("DRAFT_EXTEND_V2", 1), [0, 4], on_graph_path=True)
+        rig.refresh(rig.batch(mode, 1), [0, 4], on_graph_path=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,18 @@ def refuses(subject: type) -> bool:
     return False
 
 
-CHECKS = {
-    "refresh in the graph": lambda subject: capture.live_replays_differ(subject, True),
-    "refresh in front of the graph": lambda subject: capture.live_replays_differ(subject, False),
-    "prefill capture, inert scatter": lambda s: capture.inert_replays_differ(s, "EXTEND"),
-    "draft-extend capture, inert scatter": lambda s: capture.inert_replays_differ(
-        s, "DRAFT_EXTEND_V2"
+INERT, EXEMPT = {"exempt_draft_extend": False}, {}
+# In which form of draft-extend, and what is asked.
+CHECKS: dict[str, tuple[dict[str, bool], Callable[[type], int]]] = {
+    "refresh in the graph": (EXEMPT, lambda s: capture.live_replays_differ(s, True)),
+    "refresh in front of the graph": (EXEMPT, lambda s: capture.live_replays_differ(s, False)),
+    "prefill capture, inert scatter": (EXEMPT, lambda s: capture.inert_replays_differ(s, "EXTEND")),
+    "draft-extend capture, left alone": (EXEMPT, capture.exempt_captures_differ),
+    "draft-extend capture, inert scatter": (
+        INERT,
+        lambda s: capture.inert_replays_differ(s, capture.DRAFT_EXTEND),
     ),
-    "live batch without prefix refused": lambda subject: not refuses(subject),
+    "live batch without prefix refused": (EXEMPT, lambda s: not refuses(s)),
 }
 
 
@@ -48,30 +53,24 @@ def host() -> type:
     return probe.find_backends(module)[0]
 
 
-def figures(subject: type) -> dict[str, str]:
+def figures(wrong: mutants.Mutant) -> dict[str, str]:
     """``{check: "" where it is green, else what was seen}``."""
     seen = {}
-    for name, check in CHECKS.items():
+    for name, (form, check) in CHECKS.items():
         try:
-            seen[name] = str(int(failed)) if (failed := check(subject)) else ""
+            failed = check(mutants.build(wrong, host(), **form))
+            seen[name] = str(int(failed)) if failed else ""
         except Exception as error:
             torch.cuda.synchronize()
             seen[name] = f"{type(error).__name__}"
     return seen
 
 
-NO_GUARD = mutants.mutant(
-    "no guard",
-    mutants.BACKEND,
-    ("        if prefix_lens is None and on_graph_path:", "        if False:"),
-)
-
-
 @pytest.mark.parametrize(
-    "wrong", (*mutants.CONTROLS, NO_GUARD, *mutants.REJECTED_DESIGNS), ids=lambda m: m.name
+    "wrong", (*mutants.CONTROLS, mutants.NO_GUARD, *mutants.REJECTED_DESIGNS), ids=lambda m: m.name
 )
 def test_designs(wrong):
-    seen = figures(mutants.build(wrong, host()))
+    seen = figures(wrong)
     if "INKLING_SCONV_LOGS" in os.environ:
         harness.record(f"design-{wrong.name.replace(' ', '-').replace(':', '')}", **seen)
     assert any(seen.values()) == (wrong not in mutants.CONTROLS), seen

@@ -146,19 +146,28 @@ def test_other_lines_are_not_taken_for_ours():
         assert not printable(" ".join([*words[:-1], "surely", words[-1]])) or "Error: " in line
 
 
-SCENES: dict[str, list[tuple[str, str | None, str | None]]] = {
+# Scenario, mode, text of a fork, and the form of draft-extend.
+SCENES: dict[str, list[tuple[str, str | None, str | None, str]]] = {
     "crashing": [
-        ("late", None, None),
-        ("late", "off", None),
-        ("late", "banana", None),
-        ("hooked", None, None),
-        ("late", None, "extra"),
-        ("late", None, "nothing"),
-        ("early", "force", "buffers"),
+        ("late", None, None, ""),
+        ("late", "off", None, ""),
+        ("late", "banana", None, ""),
+        ("late", None, None, "banana"),
+        ("hooked", None, None, ""),
+        ("late", None, "extra", ""),
+        ("late", None, "nothing", ""),
+        ("early", "force", "buffers", ""),
     ],
-    "0.5.17": [("late", None, None)],
-    "0.5.18": [("late", None, None)],
-    "0.5.22": [("late", None, None), ("late", "force", None)],
+    "0.5.17": [("late", None, None, ""), ("late", "force", None, "")],
+    "0.5.18": [
+        ("late", None, None, ""),
+        ("late", "fast", None, ""),
+    ],
+    "0.5.22": [
+        ("late", None, None, ""),
+        ("late", "force", None, ""),
+        ("late", "fast", None, "inert"),
+    ],
 }
 
 
@@ -180,12 +189,13 @@ def scene_text(name: str) -> str:
 @pytest.mark.parametrize("tree", SCENES)
 def test_what_the_plugin_logs_is_on_the_page(drive, tree):
     lines = quoted()
-    for scenario, mode, text in SCENES[tree]:
-        seen = drive(tree, scenario, mode, text and scene_text(text))["log"]
+    for scenario, mode, text, form in SCENES[tree]:
+        variables = {"INKLING_SCONV_FIXES": "none", "INKLING_SCONV_DRAFT_EXTEND": form}
+        seen = drive(tree, scenario, mode, text and scene_text(text), **variables)["log"]
         assert seen
         for line in seen:
             said = line.partition(" ")[2].replace(__version__, "0.1.0")
-            assert said in lines, (tree, scenario, mode, text)
+            assert said in lines, (tree, scenario, mode, text, form)
 
 
 @pytest.mark.parametrize("tree", FIX_SCENES)

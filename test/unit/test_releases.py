@@ -28,22 +28,77 @@ METHODS = [
 ]
 
 
+PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+DRAFT = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner.MultiLayerEagle"
+CONVOLUTION = "sglang.srt.models.inkling_common.sconv.ShortConvolution"
+ATTRIBUTES = {
+    "prefill-rows": [f"{PREFILL}.load_batch"],
+    "prefill-tracking": [f"{PREFILL}._is_mamba_track_enabled"],
+    "draft-checkpoint": [
+        f"{DRAFT}DraftExtendCudaGraphRunner.get_forward_batch",
+        f"{DRAFT}MultiStepDraftExtendCudaGraphRunner._allocate_buffers",
+        f"{DRAFT}MultiStepDraftExtendCudaGraphRunner.prepare",
+    ],
+    "draft-window": [
+        f"{CONVOLUTION}._inkling_sconv_interval",
+        f"{CONVOLUTION}._update_sconv_cache_for_draft_extend",
+    ],
+}
+# On by default, in the order of their log lines. 0.5.18, which the fork is made of, has
+# the two of the prefill runner by itself.
+FIXES = {
+    "untracked": ["prefill-rows", "prefill-tracking", "draft-checkpoint", "draft-window"],
+    "crashing": ["draft-checkpoint", "draft-window"],
+    "guarded": [],
+    "exempt": [],
+}
+CAPTURE = {
+    "untracked": "no indices",
+    "guarded": "inert indices",
+    "exempt": "no indices",
+    "crashing": CRASH,
+}
+HEALTHY = [tree for tree in releases.TREES if tree != releases.CRASHING]
+NO_FIXES = {"INKLING_SCONV_FIXES": "none"}
+
+
+def fixed(tree: str, *left_out: str) -> list[str]:
+    names = [name for name in FIXES[STATES[tree]] if name not in left_out]
+    return [attribute for name in names for attribute in ATTRIBUTES[name]]
+
+
+def check_log(lines: list[str], tree: str, *left_out: str) -> None:
+    """One line for each fix that is on by default, and nothing else."""
+    names = [name for name in FIXES[STATES[tree]] if name not in left_out]
+    assert len(lines) == len(names), lines
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith("WARNING inkling_sconv ") and f": {name} (" in line
+        assert line.endswith("; mended.")
+
+
+def check_grafted(line: str, tree: str) -> None:
+    assert line.startswith("WARNING inkling_sconv ")
+    assert f"{CLASS} is {STATES[tree]} (draft-extend capture: {CAPTURE[STATES[tree]]}): " in line
+    assert "replaced _refresh_track_conv_indices, extended _alloc_graph_buffers." in line
+
+
 @pytest.mark.parametrize("tree", releases.TREES)
 def test_auto_changes_the_crashing_tree_only(drive, tree):
-    seen = drive(tree, "early")
-    assert seen["bare"][CLASS]["state"] == STATES[tree]
-    assert (
-        seen["bare"][CLASS]["capture"]
-        == {
-            "untracked": "no indices",
-            "guarded": "inert indices",
-            "exempt": "no indices",
-            "crashing": CRASH,
-        }[STATES[tree]]
-    )
+    seen = drive(tree, "early", **NO_FIXES)
+    assert seen["bare"][CLASS] == {"state": STATES[tree], "capture": CAPTURE[STATES[tree]]}
     crashing = STATES[tree] == "crashing"
     assert seen["changed"] == (METHODS if crashing else [])
     assert seen["states"][CLASS]["state"] == ("grafted" if crashing else STATES[tree])
+    assert len(seen["log"]) == 1
+
+
+@pytest.mark.parametrize("mode", (None, "fast"))
+@pytest.mark.parametrize("tree", releases.TREES)
+def test_what_the_default_fixes_change_too(drive, tree, mode):
+    seen = drive(tree, "early", mode)
+    grafts = mode == "fast" or STATES[tree] == "crashing"
+    assert seen["changed"] == sorted((METHODS if grafts else []) + fixed(tree))
+    check_log(seen["log"][1:], tree)
 
 
 @pytest.mark.parametrize("tree", releases.TREES)
@@ -54,7 +109,7 @@ def test_auto_in_the_order_of_a_server(drive, tree):
     assert seen["states"][CLASS]["state"] == (
         "grafted" if STATES[tree] == "crashing" else STATES[tree]
     )
-    (line,) = seen["log"]
+    line, *fixes = seen["log"]
     level, words = {
         "untracked": ("INFO", "starts; its tracking needs more than this method; left alone."),
         "guarded": ("INFO", "healthy, the guard is there; left alone."),
@@ -63,49 +118,101 @@ def test_auto_in_the_order_of_a_server(drive, tree):
     }[STATES[tree]]
     assert line.startswith(f"{level} inkling_sconv ") and words in line
     assert f"{CLASS} is {STATES[tree]} (" in line
+    check_log(fixes, tree)
 
 
-@pytest.mark.parametrize("tree", [t for t in releases.TREES if t != "crashing"])
+@pytest.mark.parametrize("tree", HEALTHY)
 def test_force(drive, tree):
-    seen = drive(tree, "early", "force")
+    seen = drive(tree, "early", "force", **NO_FIXES)
     (line,) = seen["log"]
     if STATES[tree] == "exempt":
         assert seen["changed"] == [] and seen["states"][CLASS]["state"] == "exempt"
-        assert "INKLING_SCONV=force is refused here" in line
+        assert line.startswith("INFO ")
+        assert line.endswith(" INKLING_SCONV=force is refused here; fast replaces the method.")
     else:
-        assert seen["changed"] == METHODS and seen["states"][CLASS]["state"] == "grafted"
-        assert f"is {STATES[tree]}" in line and "replaced _refresh_track_conv_indices" in line
+        assert seen["changed"] == METHODS
+        assert seen["states"][CLASS] == {"state": "grafted", "capture": "no indices"}
+        check_grafted(line, tree)
+
+
+@pytest.mark.parametrize("tree", releases.TREES)
+def test_fast(drive, tree):
+    seen = drive(tree, "early", "fast", **NO_FIXES)
+    (line,) = seen["log"]
+    assert seen["changed"] == METHODS
+    assert seen["states"][CLASS] == {"state": "grafted", "capture": "no indices"}
+    check_grafted(line, tree)
 
 
 @pytest.mark.parametrize(
     ("tree", "mode"),
-    [
-        ("crashing", "auto"),
-        *((t, "force") for t, s in STATES.items() if s in ("untracked", "guarded")),
-    ],
+    [("crashing", "auto"), ("0.5.17", "force"), *((tree, "fast") for tree in HEALTHY)],
 )
 def test_the_contract_holds_where_we_graft(drive, tree, mode):
     seen = drive(tree, "contract", mode)
     assert seen["code"] == 0 and " passed" in seen["output"], seen["output"]
 
 
-def test_off(drive):
-    seen = drive("crashing", "early", "off")
-    assert seen["changed"] == [] and seen["states"][CLASS]["state"] == "crashing"
+@pytest.mark.parametrize("tree", releases.TREES)
+def test_off(drive, tree):
+    seen = drive(tree, "early", "off")
+    assert seen["changed"] == [] and seen["states"][CLASS]["state"] == STATES[tree]
     assert len(seen["log"]) == 1 and "INKLING_SCONV=off" in seen["log"][0]
 
 
 def test_an_unknown_mode_is_one_warning_and_auto(drive):
     seen = drive("crashing", "late", "banana")
-    warning, graft = seen["log"]
+    warning, graft, *fixes = seen["log"]
     assert warning.startswith("WARNING") and "'banana'" in warning
-    assert "auto, force, off" in warning
+    assert "auto, fast, force, off; using auto." in warning
     assert "replaced" in graft and seen["states"][CLASS]["state"] == "grafted"
+    check_log(fixes, "crashing")
+
+
+@pytest.mark.parametrize("form", ("", "exempt", " Inert ", "banana"))
+@pytest.mark.parametrize(
+    ("tree", "mode"), (("crashing", None), ("0.5.17", "force"), ("0.5.21", "fast"))
+)
+def test_forms_of_draft_extend(drive, tree, mode, form):
+    seen = drive(tree, "early", mode, INKLING_SCONV_DRAFT_EXTEND=form)
+    log = seen["log"]
+    if form == "banana":
+        warning, *log = log
+        assert warning.startswith("WARNING ") and warning.endswith(
+            ": INKLING_SCONV_DRAFT_EXTEND='banana' is none of exempt, inert; using exempt."
+        )
+    inert = form == " Inert "
+    assert seen["states"][CLASS] == {
+        "state": "grafted",
+        "capture": "inert indices" if inert else "no indices",
+    }
+    # The inert fields would overwrite the slots that this fix brings.
+    left_out = ["draft-checkpoint"] if inert else []
+    assert seen["changed"] == sorted(METHODS + fixed(tree, *left_out))
+    check_grafted(log[0], tree)
+    check_log(log[1:], tree, *left_out)
+
+
+@pytest.mark.parametrize("tree", [tree for tree in HEALTHY if STATES[tree] == "exempt"])
+def test_inert_is_refused_where_the_runner_stages_the_slots(drive, tree):
+    seen = drive(tree, "early", "fast", INKLING_SCONV_DRAFT_EXTEND="inert")
+    warning, line = seen["log"]
+    assert warning.startswith("WARNING ")
+    assert warning.endswith(": INKLING_SCONV_DRAFT_EXTEND=inert is refused here; using exempt.")
+    check_grafted(line, tree)
+    assert seen["states"][CLASS] == {"state": "grafted", "capture": "no indices"}
+
+
+def test_a_form_is_not_looked_at_where_nothing_is_replaced(drive):
+    seen = drive("0.5.21", "early", INKLING_SCONV_DRAFT_EXTEND="banana")
+    assert seen["changed"] == [] and len(seen["log"]) == 1
 
 
 def test_registering_twice_grafts_once(drive):
     seen = drive("crashing", "twice")
-    assert len(seen["log"]) == 1 and seen["states"][CLASS]["state"] == "grafted"
+    check_grafted(seen["log"][0], "crashing")
+    check_log(seen["log"][1:], "crashing")
+    assert seen["states"][CLASS]["state"] == "grafted"
 
 
 def test_register_and_graft_take_under_60_ms(tmp_path):
@@ -122,7 +229,7 @@ plugin.register()
 print((time.process_time() - start) * 1e3)
 """
     environment = releases.environment(
-        releases.tree("0.5.17", tmp_path), "0.5.17", INKLING_SCONV="force"
+        releases.tree("0.5.17", tmp_path), "0.5.17", INKLING_SCONV="force", **NO_FIXES
     )
     environment["PYTHONPATH"] += f"{os.pathsep}{TEST}"
     tries = []

@@ -26,29 +26,15 @@ MODULE = "sglang.srt.layers.attention.linear.inkling_sconv_backend"
 METHODS = [
     f"{MODULE}.{CLASS}.{name}" for name in ("_alloc_graph_buffers", "_refresh_track_conv_indices")
 ]
-
-
 PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
-DRAFT = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner.MultiLayerEagle"
-CONVOLUTION = "sglang.srt.models.inkling_common.sconv.ShortConvolution"
 ATTRIBUTES = {
     "prefill-rows": [f"{PREFILL}.load_batch"],
     "prefill-tracking": [f"{PREFILL}._is_mamba_track_enabled"],
-    "draft-checkpoint": [
-        f"{DRAFT}DraftExtendCudaGraphRunner.get_forward_batch",
-        f"{DRAFT}MultiStepDraftExtendCudaGraphRunner._allocate_buffers",
-        f"{DRAFT}MultiStepDraftExtendCudaGraphRunner.prepare",
-    ],
-    "draft-window": [
-        f"{CONVOLUTION}._inkling_sconv_interval",
-        f"{CONVOLUTION}._update_sconv_cache_for_draft_extend",
-    ],
 }
-# On by default, in the order of their log lines. 0.5.18, which the fork is made of, has
-# the two of the prefill runner by itself.
+# On by default, in the order of their log lines. 0.5.18, which the fork is made of, needs none.
 FIXES = {
-    "untracked": ["prefill-rows", "prefill-tracking", "draft-checkpoint", "draft-window"],
-    "crashing": ["draft-checkpoint", "draft-window"],
+    "untracked": ["prefill-rows", "prefill-tracking"],
+    "crashing": [],
     "guarded": [],
     "exempt": [],
 }
@@ -62,14 +48,13 @@ HEALTHY = [tree for tree in releases.TREES if tree != releases.CRASHING]
 NO_FIXES = {"INKLING_SCONV_FIXES": "none"}
 
 
-def fixed(tree: str, *left_out: str) -> list[str]:
-    names = [name for name in FIXES[STATES[tree]] if name not in left_out]
-    return [attribute for name in names for attribute in ATTRIBUTES[name]]
+def fixed(tree: str) -> list[str]:
+    return [attribute for name in FIXES[STATES[tree]] for attribute in ATTRIBUTES[name]]
 
 
-def check_log(lines: list[str], tree: str, *left_out: str) -> None:
+def check_log(lines: list[str], tree: str) -> None:
     """One line for each fix that is on by default, and nothing else."""
-    names = [name for name in FIXES[STATES[tree]] if name not in left_out]
+    names = FIXES[STATES[tree]]
     assert len(lines) == len(names), lines
     for line, name in zip(lines, names, strict=True):
         assert line.startswith("WARNING inkling_sconv ") and f": {name} (" in line
@@ -186,11 +171,9 @@ def test_forms_of_draft_extend(drive, tree, mode, form):
         "state": "grafted",
         "capture": "inert indices" if inert else "no indices",
     }
-    # The inert fields would overwrite the slots that this fix brings.
-    left_out = ["draft-checkpoint"] if inert else []
-    assert seen["changed"] == sorted(METHODS + fixed(tree, *left_out))
+    assert seen["changed"] == sorted(METHODS + fixed(tree))
     check_grafted(log[0], tree)
-    check_log(log[1:], tree, *left_out)
+    check_log(log[1:], tree)
 
 
 @pytest.mark.parametrize("tree", [tree for tree in HEALTHY if STATES[tree] == "exempt"])

@@ -305,10 +305,13 @@ SERVER = """\
 ## Launches per decode step
 
 `python benchmark/bench_server.py --quick --contenders exempt faithful checkpoints`: medians,
-torch profiler. *faithful*: draft-extend captured with inert tracking. *checkpoints*: exempt, with
-`draft-checkpoint` and the first form of `draft-window`. Of *exempt* alone there is no figure:
-torch's profiler crashed there (`TorchOpStorage::materialize`). Answers of *faithful* and
-*exempt*, to the bit:
+torch profiler, other servers on the same GPU. *faithful*: draft-extend captured with inert
+tracking. *checkpoints*: exempt, with `draft-checkpoint` and the first form of `draft-window`. Of
+*exempt* alone there is no trace: torch's profiler crashed there (`TorchOpStorage::materialize`).
+By their names (`docs/evidence/server.json`), the 90 launches that the draft-extend graph of
+*faithful* has more are 2 refreshes, 4 checkpoint scatters and 84 of draft tracking's arithmetic;
+the others are the same, one for one, the 8 updates of a conv state among them. Answers of
+*faithful* and *exempt*, to the bit:
 """
 SOAK = """\
 ## Soak

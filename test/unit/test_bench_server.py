@@ -241,7 +241,7 @@ def differing(report: dict[str, Any]) -> dict[str, int]:
 def test_alike(seen, tmp_path):
     code, out, report = seen("exempt=healthy faithful=healthy", f"--plot={tmp_path / 'out.svg'}")
     assert code == 0 and "differ from those of exempt" in out.splitlines()[-1]
-    assert differing(report) == {} and len(report["comparisons"]) == 5
+    assert differing(report) == {} and len(report["comparisons"]) == 6
     compared = {one["name"]: one["compared"] for one in report["comparisons"]}
     assert compared["faithful, exempt: logprobs, empty cache"] == FLOATS
     # 149 scored tokens of the suffix and 96 more, six times.
@@ -249,6 +249,13 @@ def test_alike(seen, tmp_path):
     assert compared["faithful, exempt: tokens per decode step"] == FLOATS / 2
     assert (tmp_path / "out.svg").stat().st_size > 1000
     assert list((tmp_path / "logs").glob("trace-exempt-1-*/*DECODE*"))
+
+
+def test_other_drafts_after_a_hit_are_what_checkpoints_are_for(seen):
+    code, _, report = seen("exempt=healthy checkpoints=healthy")
+    assert code == 0
+    names = [one["name"] for one in report["comparisons"]]
+    assert len(names) == 5 and not any(bench_server.ACCEPTED_ON_HITS in name for name in names)
 
 
 def test_fewer_launches_show(seen):
@@ -283,7 +290,7 @@ def test_a_contender_that_does_not_start_leaves_the_others(seen, tmp_path):
     assert code == 1 and error.startswith("AttributeError: 'NoneType' object has no attribute")
     assert error.endswith(f"log: {tmp_path / 'logs/server-fast.log'}")
     assert out.splitlines()[-2] == f"failed: fast: {error}"
-    assert len(report["comparisons"]) == 5 and differing(report) == {}
+    assert len(report["comparisons"]) == 6 and differing(report) == {}
 
 
 @pytest.mark.parametrize(

@@ -239,74 +239,67 @@ def differing(report: dict[str, Any]) -> dict[str, int]:
 
 
 def test_alike(seen, tmp_path):
-    code, out, report = seen("exempt=healthy faithful=healthy", f"--plot={tmp_path / 'out.svg'}")
+    plot = tmp_path / "out.svg"
+    code, out, report = seen(
+        "exempt=healthy faithful=healthy checkpoints=healthy", f"--plot={plot}"
+    )
     assert code == 0 and "differ from those of exempt" in out.splitlines()[-1]
-    assert differing(report) == {} and len(report["comparisons"]) == 6
+    assert differing(report) == {}
     compared = {one["name"]: one["compared"] for one in report["comparisons"]}
     assert compared["faithful, exempt: logprobs, empty cache"] == FLOATS
     # 149 scored tokens of the suffix and 96 more, six times.
     assert compared["faithful, exempt: logprobs, cached prefix"] == 6 * 245
     assert compared["faithful, exempt: tokens per decode step"] == FLOATS / 2
-    assert (tmp_path / "out.svg").stat().st_size > 1000
+    # Where the draft's checkpoints are kept, other drafts after a hit are no difference.
+    assert f"faithful, exempt: {bench_server.ACCEPTED_ON_HITS}" in compared
+    assert len(compared) == 11
+    assert f"checkpoints, exempt: {bench_server.ACCEPTED_ON_HITS}" not in compared
+    assert plot.stat().st_size > 1000
     assert list((tmp_path / "logs").glob("trace-exempt-1-*/*DECODE*"))
 
 
-def test_other_drafts_after_a_hit_are_what_checkpoints_are_for(seen):
-    code, _, report = seen("exempt=healthy checkpoints=healthy")
-    assert code == 0
-    names = [one["name"] for one in report["comparisons"]]
-    assert len(names) == 5 and not any(bench_server.ACCEPTED_ON_HITS in name for name in names)
-
-
-def test_fewer_launches_show(seen):
-    code, out, report = seen("exempt=tracks-nothing faithful=healthy")
-    assert code == 0
-    key = "launches per decode step, 1 request"
-    steps = bench_server.PROFILED_STEPS - 1
-    assert report["contenders"]["exempt"]["figures"][key] == [OPERATIONS - 1] * steps
-    assert report["contenders"]["faithful"]["figures"][key] == [OPERATIONS] * steps
-    (line,) = [line for line in out.splitlines() if key in line]
-    assert f"{OPERATIONS / (OPERATIONS - 1):.2f}x" in line
-
-
-@pytest.mark.parametrize(
-    "mode, what, count",
-    (
-        ("other-logprob", "logprobs, empty cache", 6),
-        ("stale", "logprobs, cached prefix", 6 * 96),
-        ("accepts-less", "tokens per decode step", FLOATS),
-    ),
-)
-def test_a_difference_is_named(seen, mode, what, count):
-    code, out, report = seen(f"exempt=healthy faithful={mode}")
+def test_differences_are_named(seen):
+    code, out, report = seen(
+        "exempt=healthy faithful=other-logprob fast=stale checkpoints=accepts-less"
+    )
     assert code == 1
-    assert differing(report)[f"faithful, exempt: {what}"] == count
-    assert f"differs: faithful, exempt: {what}" in out.splitlines()
+    found = differing(report)
+    for name, count in (
+        ("faithful, exempt: logprobs, empty cache", 6),
+        ("fast, exempt: logprobs, cached prefix", 6 * 96),
+        ("checkpoints, exempt: tokens per decode step", FLOATS),
+    ):
+        assert found[name] == count and f"differs: {name}" in out.splitlines()
 
 
 def test_a_contender_that_does_not_start_leaves_the_others(seen, tmp_path):
-    code, out, report = seen("exempt=healthy fast=crashes faithful=healthy")
+    code, out, report = seen("exempt=healthy fast=crashes faithful=tracks-nothing")
     error = report["contenders"]["fast"]["error"]
     assert code == 1 and error.startswith("AttributeError: 'NoneType' object has no attribute")
     assert error.endswith(f"log: {tmp_path / 'logs/server-fast.log'}")
     assert out.splitlines()[-2] == f"failed: fast: {error}"
     assert len(report["comparisons"]) == 6 and differing(report) == {}
+    # Fewer launches show.
+    key = "launches per decode step, 1 request"
+    steps = bench_server.PROFILED_STEPS - 1
+    assert report["contenders"]["exempt"]["figures"][key] == [OPERATIONS] * steps
+    assert report["contenders"]["faithful"]["figures"][key] == [OPERATIONS - 1] * steps
+    (line,) = [line for line in out.splitlines() if key in line]
+    assert f"{(OPERATIONS - 1) / OPERATIONS:.2f}x" in line
 
 
-@pytest.mark.parametrize(
-    "mode, error",
-    {
+def test_what_was_not_measured_fails(seen):
+    errors = {
         "writes-no-trace": "0 traces of decode steps in it",
         "cuts-the-trace": "the file ends too early, or is damaged",
         "never-hits": "the prefix cache was not hit",
         "status-500": "status 500",
-    }.items(),
-)
-def test_what_was_not_measured_fails(seen, mode, error):
-    code, out, report = seen(f"exempt={mode}")
-    assert code == 1 and error in report["contenders"]["exempt"]["error"]
-    (line,) = [line for line in out.splitlines() if line.startswith("failed: exempt: ")]
-    assert error in line
+    }
+    names = ("exempt", "faithful", "fast", "checkpoints")
+    code, _, report = seen(" ".join(f"{n}={m}" for n, m in zip(names, errors, strict=True)))
+    assert code == 1
+    for name, error in zip(names, errors.values(), strict=True):
+        assert error in report["contenders"][name]["error"]
 
 
 def test_rounds_begin_with_another(seen):

@@ -1,4 +1,7 @@
-"""``python -m inkling_sconv``: what this installation does to the SGLang beside it, in one line."""
+"""``python -m inkling_sconv``: what this installation does to the SGLang beside it.
+
+One line for the method, and one for each fix of what is around it.
+"""
 
 from __future__ import annotations
 

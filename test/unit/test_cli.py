@@ -184,7 +184,10 @@ def test_doctor_of_a_wheel(tmp_path):
 
 def test_doctor_of_the_installed_sglang(tmp_path):
     root = releases.tree(releases.CRASHING, tmp_path / "tree")
-    done = inkling("doctor", "--json", **releases.environment(root, releases.CRASHING))
+    environment = releases.environment(
+        root, releases.CRASHING, INKLING_SCONV_FIXES=",".join(ALL)
+    )
+    done = inkling("doctor", "--json", **environment)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["tree"] == str(root)
     assert report["state"] == "grafted" and report["bare"] == "crashing"
@@ -195,7 +198,7 @@ def test_doctor_of_the_installed_sglang(tmp_path):
 def test_doctor_of_an_installed_sglang_that_the_fixes_are_for():
     root = releases.release("0.5.17")
     fixed = set()
-    for value in ("", "none"):
+    for value in (",".join(ALL), "none"):
         environment = releases.environment(root, "0.5.17", INKLING_SCONV_FIXES=value)
         done = inkling("doctor", "--json", **environment)
         report = json.loads(done.stdout)

@@ -100,8 +100,9 @@ def test_installed_beside_a_real_sglang(venv, tmp_path):
     ours, theirs = run("python", "-c", code).split()[-2:]
     assert Path(ours).is_relative_to(venv) and f"sglang=={BESIDE}" in theirs
     assert run("inkling-sconv", "--version") == f"{VERSION}\n"
-    (line,) = run("python", "-m", "inkling_sconv").splitlines()
+    line, *fixes = run("python", "-m", "inkling_sconv").splitlines()
     assert line.startswith(f"inkling_sconv {VERSION}: ") and " is untracked (" in line
+    assert fixes and all(fix.endswith("; mended.") for fix in fixes)
 
     fork = tmp_path / "fork"
     (fork / "python/sglang/srt").mkdir(parents=True)

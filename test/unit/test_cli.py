@@ -184,9 +184,7 @@ def test_doctor_of_a_wheel(tmp_path):
 
 def test_doctor_of_the_installed_sglang(tmp_path):
     root = releases.tree(releases.CRASHING, tmp_path / "tree")
-    environment = releases.environment(
-        root, releases.CRASHING, INKLING_SCONV_FIXES=",".join(ALL)
-    )
+    environment = releases.environment(root, releases.CRASHING, INKLING_SCONV_FIXES=",".join(ALL))
     done = inkling("doctor", "--json", **environment)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["tree"] == str(root)

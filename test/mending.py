@@ -5,9 +5,11 @@ Scenarios of ``test/drive.py``; each takes no argument and returns what it saw, 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import logging
 import os
@@ -499,6 +501,20 @@ def draft_states() -> dict[str, Any]:
     return seen
 
 
+def server_options() -> dict[str, Any]:
+    """What the tree's own parser says of the options that our servers start with."""
+    from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        parser.parse_args(["--model-path=x", *BASE_OPTIONS, *MTP_OPTIONS])
+        return {"refused": None}
+    return {"refused": said.getvalue()}
+
+
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "questions": questions,
     "mended": mended,
@@ -507,6 +523,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "driven": driven,
     "wrong-fixes": wrong_fixes,
     "draft-states": draft_states,
+    "server-options": server_options,
 }
 
 

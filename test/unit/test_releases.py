@@ -219,3 +219,8 @@ print((time.process_time() - start) * 1e3)
     while len(tries) < 3 and min(tries, default=60) >= 60:
         tries.append(float(subprocess.check_output([sys.executable, "-c", code], env=environment)))
     assert min(tries) < 60, tries
+
+
+@pytest.mark.parametrize("tree", releases.RELEASES)
+def test_the_options_of_our_servers_are_its_options(drive, tree):
+    assert drive(tree, "server-options") == {"refused": None}

@@ -14,7 +14,7 @@ import re
 import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ FIXED = {
     "`prefill-rows`": ("prefill-without-fixes", "prefill-extra-buffer"),
     "`prefill-tracking`, with `prefill-rows`": ("prefill-ngram-without-fixes", "prefill-ngram"),
 }
-OURS, EMPTY = "ours, kernel", "empty kernel"
 FACTS = {
     "accept length": "accept length (bonus token counted)",
     "distinct tokens in 300": "distinct tokens in 300",
@@ -132,16 +131,12 @@ def mutants() -> Iterator[tuple[str, ...]]:
         yield name, f"**red**: {figure}"
 
 
-def refresh(measure: str) -> Iterator[str]:
-    """One measure of benchmark/bench_refresh.py: medians, and the spread in brackets."""
-    measured = load("refresh")["measures"][measure]
-
-    def cell(values: list[float]) -> str:
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return f"{median:.2f} ({(high - low) / 2:.2f})"
-
+def refresh(
+    title: str, measured: dict[str, dict[str, list[float]]], cell: Callable[[list[float]], str]
+) -> Iterator[str]:
+    """One measure of benchmark/bench_refresh.py: contenders by rows."""
     yield from table(
-        (f"{measure}, us", *(f"{rows} rows" for rows in measured)),
+        (title, *(f"{rows} rows" for rows in measured)),
         (
             (name, *(cell(of[name]) for of in measured.values()))
             for name in next(iter(measured.values()))
@@ -149,16 +144,15 @@ def refresh(measure: str) -> Iterator[str]:
     )
 
 
-def parts() -> Iterator[str]:
-    """How far the kernel is from an empty one, and what is left out to get nearer."""
-    measured = load("refresh")["parts, graph"]
-    yield from table(
-        ("replayed graph, us", *(f"{rows} rows" for rows in measured)),
-        (
-            (name, *(f"{statistics.median(of[name]):.2f}" for of in measured.values()))
-            for name in next(iter(measured.values()))
-        ),
-    )
+def median(values: list[float]) -> str:
+    """Of the rounds."""
+    return f"{statistics.median(values):.2f}"
+
+
+def median_and_spread(values: list[float]) -> str:
+    """The median, and in brackets half the distance of the quartiles."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{median(values)} ({(high - low) / 2:.2f})"
 
 
 def targets() -> Iterator[str]:
@@ -348,10 +342,11 @@ def page() -> Iterator[str]:
     yield from designs()
     yield REFRESH
     for measure in ("graph", "host"):
-        yield from refresh(measure)
+        measured = load("refresh")["measures"][measure]
+        yield from refresh(f"{measure}, us", measured, median_and_spread)
     yield from targets()
     yield PARTS
-    yield from parts()
+    yield from refresh("replayed graph, us", load("refresh")["parts, graph"], median)
     if load("server"):
         yield SERVER
         yield from table(

@@ -280,7 +280,7 @@ def _tracks_under_speculation(backend: type) -> str:
 
 @_check("no stale track row is left past the live batch", "#34184", fix="prefill-rows")
 def _stale_rows(backend: type) -> str:
-    stale = leaves_stale_rows()
+    stale = runners.leaves_stale_rows(importlib.import_module(runners.PREFILL))
     _require(not stale, "after a batch of three, one of one still tracks rows past its own")
     return "after a batch of three, one of one tracks its own row only"
 
@@ -307,11 +307,6 @@ def _draft_window(backend: type) -> str:
     wrong = _asked_of_the_draft(runners.misplaces_draft_checkpoints, runners.CONVOLUTION)
     _require(not wrong, "it is another window; after a hit the draft may propose other tokens")
     return "it is, with and without front rows"
-
-
-def leaves_stale_rows() -> bool:
-    """Whether the prefill graph runner leaves the last replay's track rows past the live batch."""
-    return runners.leaves_stale_rows(importlib.import_module(runners.PREFILL))
 
 
 def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bool:

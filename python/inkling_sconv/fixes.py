@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -178,18 +178,17 @@ FIXES = (
 
 
 def await_runners(
-    backends: Iterable[type], states: set[str], log: Callable[[int, str], None]
+    backends: Sequence[type], states: set[str], log: Callable[[int, str], None]
 ) -> None:
     """Have every module that a fix is for looked at when SGLang imports it, or at once.
 
     ``states`` are those in which ``backends`` were found; ``log`` takes a level and one line.
     """
-    alone = all(probe.leaves_draft_extend_alone(backend) for backend in backends)
     asked = _asked(log)
     for fix in FIXES:
         if fix.name not in asked if asked is not None else not states & fix.proven:
             continue
-        if fix.exempt and not alone:
+        if fix.exempt and not all(map(probe.leaves_draft_extend_alone, backends)):
             if asked is not None:
                 log(
                     logging.WARNING,

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from inkling_sconv.probe import CONFIG_MODULES
+
 PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 DRAFT_EXTEND = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
 REGISTRY = "sglang.srt.model_executor.cuda_graph_buffer_registry"
-CONFIG_MODULES = ("sglang.srt.runtime_context", "sglang.srt.server_args")
 
 CONVOLUTION = "sglang.srt.models.inkling_common.sconv"
 

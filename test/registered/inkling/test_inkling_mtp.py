@@ -263,6 +263,42 @@ class TestWithoutDraftWindow(DraftIsBehind, unittest.TestCase):
     name, fixes = "without-draft-window", "draft-checkpoint"
 
 
+@unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
+class TestZeroedDraftState(unittest.TestCase):
+    """The accept length shows the draft's conv state: with zeros in its place, it falls."""
+
+    def test_the_accept_length_falls(self) -> None:
+        # In the kernel alone: what the plugin drives on the CPU is right.
+        zeroed = harness.mutated(
+            "drafts.py",
+            (
+                "tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)",
+                "tl.store(own + w * cache_row, tl.where(inside, 0.0, old), mask=inside)",
+            ),
+        )
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            kept, lost = pool.map(
+                self.accept_length, ("state-kept", "state-zeroed"), (None, zeroed)
+            )
+        harness.record("mtp-zeroed-state", kept=kept, zeroed=lost)
+        self.assertGreater(kept, 2.0)
+        self.assertLess(lost, kept - 0.5)
+
+    def accept_length(self, name: str, package: Path | None) -> float:
+        """Of one server, where every step starts from the conv state that the last one left."""
+        variables = {
+            "INKLING_SCONV_FIXES": "draft-window",
+            # With it on, the last tokens are computed anew in each step, and the state is not read.
+            "SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX": "0",
+        }
+        if package is not None:
+            paths = (str(package), os.environ.get("PYTHONPATH", ""))
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        with server(name, variables) as running:
+            inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
+            return exact.accept_length(running.generate(inputs, NEW_TOKENS))
+
+
 @unittest.skipIf(fork_reason(), fork_reason() or "")
 class TestDraftExtendForms(unittest.TestCase):
     """Draft-extend exempt against inert tracking: the same answers, the same conv pools."""

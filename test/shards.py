@@ -46,9 +46,10 @@ SHARDS: dict[int, tuple[str, ...]] = {
     ),
     # 225
     4: (
-        f"{MTP}::TestDraftCheckpoints",
+        f"{MTP}::TestFast",
         f"{MTP}::TestWithoutFixes",
         f"{MTP}::TestWithoutDraftWindow",
+        f"{MTP}::TestZeroedDraftState",
         f"{MTP}::TestMutants",
     ),
     # 420, beside five other servers. The second class asks what the first was answered.

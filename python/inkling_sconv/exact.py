@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
 from inkling_sconv.server import Server
+
+FIRST_STEP_TOKENS = 8
+"""So that the first decode step is not the last, which may have found more than was asked for."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,31 @@ def accepted_after_hit(
         steps[half:],
         detail=f"{totals}; {same} of {half} outputs the same",
     )
+
+
+def first_step_after_hit(
+    server: Server, inputs: Sequence[Sequence[int]]
+) -> tuple[Comparison, float, float]:
+    """Tokens of the first decode step on a prefix that the cache holds, against an empty cache.
+
+    With inputs one token longer than what is cached, the draft starts from its conv checkpoint, and
+    nothing else of it is new. Also the means, after a hit and cold.
+    """
+
+    def first(ids: Sequence[int]) -> float:
+        # The prefill gives the first group.
+        return float(len(server.stream(ids, FIRST_STEP_TOKENS)[1]))
+
+    cached = [server.generate([ids], 1)[0]["meta_info"]["cached_tokens"] for ids in inputs]
+    hits = [first(ids) for ids in inputs]
+    cold = []
+    for ids in inputs:
+        server.flush()
+        cold.append(first(ids))
+    means = statistics.fmean(hits), statistics.fmean(cold)
+    detail = "{:.2f} tokens after a hit, {:.2f} cold".format(*means)
+    name = "tokens of the first decode step"
+    return compare(name, [hits], [cold], cached, detail), *means
 
 
 def accept_length(answers: Sequence[dict[str, Any]]) -> float:

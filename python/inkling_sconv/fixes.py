@@ -164,6 +164,7 @@ FIXES = (
         "draft-extend graphs keep no checkpoint of the draft's conv state",
         runners.drops_draft_checkpoints,
         _keep_draft_checkpoints,
+        proven=frozenset({"untracked", "crashing"}),
         exempt=True,
     ),
     Fix(
@@ -173,6 +174,7 @@ FIXES = (
         "the draft's checkpoint is not the window that ends on its boundary",
         runners.misplaces_draft_checkpoints,
         _place_draft_checkpoints,
+        proven=frozenset({"untracked", "crashing"}),
     ),
 )
 

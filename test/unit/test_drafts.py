@@ -9,13 +9,14 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import emulator
 import pytest
 import releases
 import test_kernels
 import torch
 from drafts_steps import BATCHES, MIXED, Step, expected, run, steps
 from hypothesis import given
-from inkling_sconv import drafts
+from inkling_sconv import drafts, exact, tiny
 from steps import load
 from test_kernels import CAREFUL, QUICK
 
@@ -86,6 +87,7 @@ def test_one_request_by_hand(interpreted, n, front):
 
 
 REFERENCE, KERNEL = "update_conv_state_reference", "update_conv_state"
+FRESH = "fresh = _fresh(front, window)"
 OLD_IN_THE_CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new)"
 OLD_IN_THE_STATE = "tl.store(own + w * cache_row, tl.where(at < STATE, old, new)"
 MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
@@ -94,11 +96,9 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
         ("        if n < 0:\n            continue", "        if n < -1:\n            continue"),
     ),
     "reference: front rows are tokens": (REFERENCE, ("own[front - fresh :]", "own")),
-    "reference: the state for front rows": (REFERENCE, ("fresh = min(front, window)", "fresh = 0")),
-    "reference: front rows past the window": (
-        REFERENCE,
-        ("fresh = min(front, window)", "fresh = front"),
-    ),
+    "reference: the state for front rows": (REFERENCE, (FRESH, "fresh = 0")),
+    "reference: front rows of the warm-up": (REFERENCE, (FRESH, "fresh = min(front, window)")),
+    "reference: front rows past the window": (REFERENCE, (FRESH, "fresh = max(front - window, 0)")),
     "reference: a boundary at the base": (REFERENCE, ("and past > 0:", "and past >= 0:")),
     "reference: the boundary's own token left out": (
         REFERENCE,
@@ -146,7 +146,11 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     ),
     "kernel: the state for front rows": (
         KERNEL,
-        ("max(cache.shape[1] - front, 0)", "cache.shape[1]"),
+        ("        window - _fresh(front, window),\n", "        window,\n"),
+    ),
+    "kernel: front rows of the warm-up": (
+        KERNEL,
+        ("        window - _fresh(front, window),\n", "        max(window - front, 0),\n"),
     ),
     "kernel: a boundary at the base": (
         KERNEL,
@@ -385,3 +389,98 @@ def test_sglang_s_own_method_where_it_must_agree(drive, tree):
     assert seen["states"] == seen["checkpoints"] == 0, seen
     # Where a boundary is crossed, its checkpoint is another: what the fix is for.
     assert seen["misplaced"] == seen["crossed"]
+
+
+# ----------------------------------------------------------------------------------- in a model
+
+INTERVAL = 64
+
+
+class Keeping(emulator.Request):
+    """A request whose draft's conv state and checkpoint are moved on by ``update``."""
+
+    def __init__(self, model: emulator.Model, update: Callable[..., None]):
+        super().__init__(model)
+        self.update = update
+        # By head and convolution: own state, then checkpoint.
+        self.pools: list[dict[str, torch.Tensor]] = []
+
+    def prefill(self, tokens: list[int], keep: int | None = None) -> None:
+        super().prefill(tokens, keep)
+        self.pools = [
+            {name: torch.stack([rows, torch.zeros_like(rows)]) for name, rows in state.conv.items()}
+            for state in self.draft
+        ]
+
+    def _draft(self, ids: list[int], hidden: torch.Tensor, accepted: int) -> None:
+        super()._draft(ids, hidden, accepted)
+        for pool, state in zip(self.pools, self.draft, strict=True):
+            for name, cache in pool.items():
+                self.update(
+                    # Zeros come first: the convolution began with them.
+                    state.conv[name][None, 3:],
+                    cache,
+                    torch.tensor([0]),
+                    torch.tensor([accepted]),
+                    torch.tensor([self.length + len(ids)]),
+                    torch.tensor([1]),
+                    front=self.front,
+                    interval=INTERVAL,
+                )
+
+
+def seen_in_a_model(
+    model: emulator.Model, update: Callable[..., None]
+) -> tuple[float, float, float]:
+    """Tokens of the first step after a hit on a decode-made checkpoint, one token to go, and cold.
+
+    Then how far the checkpoint's windows are from a cold prefill's: the largest difference.
+    """
+    hit, cold, off = [], [], 0.0
+    for (tokens,) in (exact.prompts(1, [54 + n], tiny.VOCABULARY, seed=n) for n in range(8)):
+        made = Keeping(model, update)
+        made.prefill(tokens)
+        whole = [*tokens, made.bonus]
+        while len(whole) < INTERVAL + 12:
+            whole += made.step()
+        prompt = whole[: INTERVAL + 1]
+        request = emulator.Request(model)
+        request.prefill(prompt)
+        cold.append(len(request.step()))
+
+        request = emulator.Request(model)
+        request.prefill(whole[: INTERVAL + 8], keep=INTERVAL)
+        for state, pool, source in zip(request.draft, made.pools, made.draft, strict=True):
+            for name, cache in pool.items():
+                off = max(off, float((state.conv[name] - cache[1]).abs().max()))
+            state.conv = {name: cache[1] for name, cache in pool.items()}
+            assert source.k is not None and source.v is not None
+            state.k, state.v = source.k[:INTERVAL], source.v[:INTERVAL]
+        request.prefill(prompt[INTERVAL:])
+        hit.append(len(request.step()))
+    return sum(hit) / len(hit), sum(cold) / len(cold), off
+
+
+def test_in_a_model(tmp_path, record_property):
+    """With a wrong window the first draft after a hit is seldom right; with ours it is as cold."""
+    tiny.write(tmp_path / "tiny")
+    model = emulator.Model(tmp_path / "tiny")
+    wrong = {
+        "one row early": ("rows[past : past + window]", "rows[past - 1 : past - 1 + window]"),
+        "rows of the warm-up": (FRESH, "fresh = min(front, window)"),
+    }
+    seen = {"ours": seen_in_a_model(model, drafts.update_conv_state_reference)}
+    for name, edit in wrong.items():
+        update = getattr(copy_of(tmp_path, edit), REFERENCE)
+        seen[name] = seen_in_a_model(model, update)
+    record_property(
+        "table",
+        "\n".join(
+            f"{name:20} first step after a hit {hit:.2f}, cold {cold:.2f}, windows off by {off:.3f}"
+            for name, (hit, cold, off) in seen.items()
+        ),
+    )
+    hit, cold, off = seen["ours"]
+    assert cold > 2 and abs(hit - cold) <= 0.25, seen
+    assert seen["one row early"][0] < cold - 1, seen
+    assert seen["rows of the warm-up"][2] > 1.5 * off, seen

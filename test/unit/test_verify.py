@@ -263,6 +263,26 @@ def test_a_stream_is_grouped_by_steps(start):
     assert comparison.exact and comparison.detail.endswith("1 of 1 outputs the same")
 
 
+def test_the_first_step_is_the_one_after_the_prefill(start):
+    with start() as running:
+        inputs = [[5] * 200, [6] * 130]
+        comparison, hit, cold = exact.first_step_after_hit(running, inputs)
+    # The fake prefill gives as many tokens as a step of it.
+    assert comparison.exact and comparison.compared == 2 and hit == cold == 2
+    assert len(comparison.cached) == 2
+    assert comparison.detail == "2.00 tokens after a hit, 2.00 cold"
+
+
+def test_a_first_step_that_a_hit_shortens(start, monkeypatch):
+    with start() as running:
+        # Four inputs after a hit, then the same cold.
+        steps = iter([1, 3, 1, 2, 3, 3, 2, 2])
+        monkeypatch.setattr(running, "stream", lambda *_: [[1], [0] * next(steps), [2, 2]])
+        comparison, hit, cold = exact.first_step_after_hit(running, [[5] * 200] * 4)
+    assert (comparison.compared, comparison.differing, comparison.largest) == (4, 2, 2.0)
+    assert (hit, cold) == (1.75, 2.5)
+
+
 @pytest.mark.parametrize(
     "mode, error",
     {

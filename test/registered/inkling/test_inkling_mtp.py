@@ -30,7 +30,8 @@ register_cuda_ci(est_time=1400, stage="base-b", runner_config="1-gpu-large")
 CRASH = "AttributeError: 'NoneType' object has no attribute 'shape'"
 KL_THRESHOLD = 1e-9
 PROMPTS, NEW_TOKENS = 6, 300
-# Around the checkpoint distance of 128.
+CHECKPOINT = 128
+# Around the distance of two checkpoints.
 LENGTHS = (100, 128, 333, 700, 1025, 1400)
 
 
@@ -60,10 +61,12 @@ class TestCrashingFork(unittest.TestCase):
         self.assertIn(CRASH, str(caught.exception))
 
 
-def decoded(running: Server, inputs: list[list[int]]) -> list[list[int]]:
+def decoded(
+    running: Server, inputs: list[list[int]], new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
     """Prefixes that decoding made, in a cache that holds nothing else."""
     running.flush()
-    answers = running.generate(inputs, NEW_TOKENS)
+    answers = running.generate(inputs, new_tokens)
     return [[*i, *a["output_ids"]] for i, a in zip(inputs, answers, strict=True)]
 
 
@@ -71,6 +74,13 @@ def tokens_per_step(running: Server, prefixes: list[list[int]]) -> exact.Compari
     """After a hit on each prefix against cold: suffixes from one token on."""
     suffixes = exact.prompts(PROMPTS, [1, 2, 5, 20, 150], VOCABULARY, seed=5)
     return exact.accepted_after_hit(running, prefixes, suffixes, 96)
+
+
+def first_step(running: Server) -> tuple[exact.Comparison, float, float]:
+    """One token past checkpoints that decoding made, with its mean after a hit, and cold."""
+    lengths = range(CHECKPOINT - 12, CHECKPOINT)
+    made = decoded(running, exact.prompts(24, lengths, VOCABULARY, seed=9), 34)
+    return exact.first_step_after_hit(running, [ids[: CHECKPOINT + 1] for ids in made])
 
 
 class MtpIsExact:
@@ -155,6 +165,15 @@ class MtpIsExact:
         if self.keeps_draft_checkpoints:
             self.assertTrue(comparison.exact, comparison)
 
+    def test_first_step_after_a_hit(self) -> None:
+        comparison, hit, cold = first_step(self.server)
+        self.figures[comparison.name] = comparison
+        self.assertEqual({*comparison.cached}, {CHECKPOINT})
+        if self.keeps_draft_checkpoints:
+            # A head after the first may have kept a token that was not verified yet.
+            self.assertLessEqual(comparison.differing, len(comparison.cached) // 6, comparison)
+            self.assertGreater(hit, cold - 0.25, comparison)
+
     def test_sglang_s_own_kl_helpers(self) -> None:
         from sglang.test import kl_test_utils as kl
 
@@ -184,7 +203,7 @@ class MtpIsExact:
             self.inputs[2:],
             turn_suffixes=turns,
             max_new_tokens=150,
-            assert_decode_cached_tokens=kl.make_mamba_decode_assert(128),
+            assert_decode_cached_tokens=kl.make_mamba_decode_assert(CHECKPOINT),
             # Sampling is checked by others; greedy keeps a failure the same from run to run.
             sampling_temperature=0,
         )
@@ -194,6 +213,7 @@ class MtpIsExact:
 @unittest.skipIf(fork_reason(), fork_reason() or "")
 class TestCrashingForkWithPlugin(MtpIsExact, unittest.TestCase):
     name = "plugin"
+    keeps_draft_checkpoints = True
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -219,6 +239,7 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
     """The SGLang that is installed, with whatever plugins it has."""
 
     name = "installed"
+    keeps_draft_checkpoints = harness.by_default("draft-window")
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -226,29 +247,36 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
 
 
 @unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
-class TestDraftCheckpoints(MtpIsExact, unittest.TestCase):
-    """With the draft's checkpoints, its steps after a hit are those of a cold one too."""
+class TestFast(MtpIsExact, unittest.TestCase):
+    """Our method and the draft's fixes on whatever release: they need none of its state."""
 
-    name = "draft-checkpoints"
+    name = "fast"
     keeps_draft_checkpoints = True
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        return {"INKLING_SCONV_FIXES": "draft-checkpoint,draft-window"}
+        return {"INKLING_SCONV": "fast", "INKLING_SCONV_FIXES": "draft-checkpoint,draft-window"}
 
 
 class DraftIsBehind:
-    """Fixes of the draft's checkpoints left out: what the case above must see, it sees."""
+    """Fixes of the draft's checkpoints left out: what the cases above must see, they see."""
 
     name: str
     fixes: str
 
-    def test_tokens_per_step_after_a_hit_differ(self) -> None:
-        with server(self.name, {"INKLING_SCONV_FIXES": self.fixes}) as running:
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        return {"INKLING_SCONV_FIXES": cls.fixes}
+
+    def test_steps_after_a_hit_differ(self) -> None:
+        with server(self.name, self.environment()) as running:
             inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
-            comparison = tokens_per_step(running, decoded(running, inputs))
-        harness.record(f"mtp-{self.name}", **{comparison.name: comparison})
-        self.assertGreater(comparison.differing, 0, comparison)
+            steps = tokens_per_step(running, decoded(running, inputs))
+            first, hit, cold = first_step(running)
+        harness.record(f"mtp-{self.name}", **{steps.name: steps, first.name: first})
+        self.assertGreater(steps.differing, 0, steps)
+        self.assertEqual({*first.cached}, {CHECKPOINT})
+        self.assertLess(hit, cold - 0.5, first)
 
 
 @unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
@@ -264,39 +292,23 @@ class TestWithoutDraftWindow(DraftIsBehind, unittest.TestCase):
 
 
 @unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
-class TestZeroedDraftState(unittest.TestCase):
-    """The accept length shows the draft's conv state: with zeros in its place, it falls."""
+class TestZeroedDraftState(DraftIsBehind, unittest.TestCase):
+    """Zeros where the draft's conv checkpoint should be."""
 
-    def test_the_accept_length_falls(self) -> None:
+    name, fixes = "zeroed-draft-state", "draft-checkpoint,draft-window"
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
         # In the kernel alone: what the plugin drives on the CPU is right.
-        zeroed = harness.mutated(
+        package = harness.mutated(
             "drafts.py",
             (
-                "tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)",
-                "tl.store(own + w * cache_row, tl.where(inside, 0.0, old), mask=inside)",
+                "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)",
+                "tl.store(kept + w * cache_row, tl.where(inside, 0.0, old), mask=inside)",
             ),
         )
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            kept, lost = pool.map(
-                self.accept_length, ("state-kept", "state-zeroed"), (None, zeroed)
-            )
-        harness.record("mtp-zeroed-state", kept=kept, zeroed=lost)
-        self.assertGreater(kept, 2.0)
-        self.assertLess(lost, kept - 0.5)
-
-    def accept_length(self, name: str, package: Path | None) -> float:
-        """Of one server, where every step starts from the conv state that the last one left."""
-        variables = {
-            "INKLING_SCONV_FIXES": "draft-window",
-            # With it on, the last tokens are computed anew in each step, and the state is not read.
-            "SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX": "0",
-        }
-        if package is not None:
-            paths = (str(package), os.environ.get("PYTHONPATH", ""))
-            variables["PYTHONPATH"] = os.pathsep.join(paths)
-        with server(name, variables) as running:
-            inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
-            return exact.accept_length(running.generate(inputs, NEW_TOKENS))
+        path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
+        return {**super().environment(), "PYTHONPATH": path}
 
 
 @unittest.skipIf(fork_reason(), fork_reason() or "")

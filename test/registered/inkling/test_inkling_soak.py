@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
 import sys
 import unittest
 from pathlib import Path
@@ -50,8 +52,17 @@ FIGURES: dict[str, Any] = {}
 ANSWERS: dict[tuple[int, ...], tuple[int, ...]] = {}
 
 
-def gpu_bytes() -> int:
-    """Bytes in use on the device, whoever uses them."""
+def gpu_bytes(server: Server) -> int:
+    """Bytes that the server's processes use on the device.
+
+    Where the driver does not name them (another PID namespace), all that is in use there.
+    """
+    query = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+    listed = subprocess.run(query, capture_output=True, text=True).stdout
+    used = dict(re.findall(r"^(\d+), (\d+)$", listed, re.MULTILINE))
+    own = [int(used[str(pid)]) for pid in server.processes() if str(pid) in used]
+    if own:
+        return sum(own) * 2**20
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -71,7 +82,7 @@ class TestSoak(unittest.TestCase):
             log = harness.LOGS / "server-soak.log"
             server = stack.enter_context(Server(harness.checkpoint(), OPTIONS, log))
             rounds = load.plan(REQUESTS, VOCABULARY, seed=0)
-            cls.soak = load.soak(server, rounds, VOCABULARY, gpu_bytes)
+            cls.soak = load.soak(server, rounds, VOCABULARY, lambda: gpu_bytes(server))
             # Read before the kill, which adds to it.
             cls.log = log.read_text(errors="replace")
             cls.note_soak()

@@ -108,8 +108,8 @@ def expected(step: Step) -> torch.Tensor:
         if n < 0:
             continue
 
-        # Front rows past a warm-up of one window come in the place of the conv state's own.
-        first = base - min(max(step.front - step.window, 0), step.window)
+        # Front rows come in the place of the conv state's own.
+        first = base - min(step.front, step.window)
 
         def token(
             position: int, r: int = r, own: int = own, base: int = base, first: int = first
@@ -168,7 +168,7 @@ MIXED = Step(
     base=[6, 8, 5, 6],
     kept=[5, 4, 0, 3],
     slots=8,
-    front=4,
+    front=2,
     spread=2,
     longer=1,
 )

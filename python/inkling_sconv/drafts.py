@@ -4,11 +4,11 @@ Draft-extend runs over a window of rows per request: with SGLang's boundary fix,
 of tokens that were accepted before, then one row per token of the step. Of these, the accepted ones
 move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
 
-Front rows come before the step, and are of tokens that are verified by now. SGLang starts their
-convolutions from zeros, so the first of them, as many as a window has, are a warm-up: what one
-convolution makes of them is not right yet, and is what the next one keeps. The others are, one for
-each head after the first. Such a head wrote its last rows into the conv state before their tokens
-were verified: the front rows past the warm-up take their place.
+Front rows come before the step. They are computed anew in each step, from tokens that are verified
+by then, and take the place of what the conv state has of the same tokens. That is not to be relied
+on: a head after the first writes its last rows before their tokens are verified, and in SGLang
+0.5.17 - 0.5.19 every draft-extend of a batch whose requests stay the same clears the states again
+that its prefill was to clear (``_apply_deferred_mamba_init_to_draft_pools``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ try:
     import triton.language as tl
 except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
     triton = None
-
-
-def _fresh(front: int, window: int) -> int:
-    """How many rows before the step come from front rows instead of the conv state."""
-    return min(max(front - window, 0), window)
 
 
 def update_conv_state_reference(
@@ -45,7 +40,7 @@ def update_conv_state_reference(
     For a request whose step begins at ``base = seq_lens[r] - (T - front)``, and that accepts ``n``
     tokens::
 
-        fresh    = min(max(front - window, 0), window)
+        fresh    = min(front, window)
         state    = cache[cache_indices[r], : window - fresh]
         rows     = cat(state, hidden_states[r, front - fresh :])     # from base - window on
         boundary = floor((base + n) / interval) * interval
@@ -64,7 +59,7 @@ def update_conv_state_reference(
         interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
     """
     window = cache.shape[1]
-    fresh = _fresh(front, window)
+    fresh = min(front, window)
     for r, own in enumerate(hidden_states):
         n = int(accepted[r])
         if n < 0:
@@ -156,7 +151,6 @@ def update_conv_state(
         update_conv_state_reference(*arguments, front=front, interval=interval)
         return
     rows, length, channels = hidden_states.shape
-    window = cache.shape[1]
     assert hidden_states.stride(2) == cache.stride(2) == 1
     if rows == 0:
         return
@@ -171,8 +165,8 @@ def update_conv_state(
         length - front,
         front,
         interval,
-        window,
-        window - _fresh(front, window),
+        cache.shape[1],
+        max(cache.shape[1] - front, 0),
         block,
     )
 

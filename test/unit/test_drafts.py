@@ -87,7 +87,7 @@ def test_one_request_by_hand(interpreted, n, front):
 
 
 REFERENCE, KERNEL = "update_conv_state_reference", "update_conv_state"
-FRESH = "fresh = _fresh(front, window)"
+FRESH = "fresh = min(front, window)"
 OLD_IN_THE_CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new)"
 OLD_IN_THE_STATE = "tl.store(own + w * cache_row, tl.where(at < STATE, old, new)"
 MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
@@ -97,8 +97,7 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     ),
     "reference: front rows are tokens": (REFERENCE, ("own[front - fresh :]", "own")),
     "reference: the state for front rows": (REFERENCE, (FRESH, "fresh = 0")),
-    "reference: front rows of the warm-up": (REFERENCE, (FRESH, "fresh = min(front, window)")),
-    "reference: front rows past the window": (REFERENCE, (FRESH, "fresh = max(front - window, 0)")),
+    "reference: front rows past the window": (REFERENCE, (FRESH, "fresh = front")),
     "reference: a boundary at the base": (REFERENCE, ("and past > 0:", "and past >= 0:")),
     "reference: the boundary's own token left out": (
         REFERENCE,
@@ -146,11 +145,7 @@ MUTANTS: dict[str, tuple[str, tuple[str, str]]] = {
     ),
     "kernel: the state for front rows": (
         KERNEL,
-        ("        window - _fresh(front, window),\n", "        window,\n"),
-    ),
-    "kernel: front rows of the warm-up": (
-        KERNEL,
-        ("        window - _fresh(front, window),\n", "        max(window - front, 0),\n"),
+        ("max(cache.shape[1] - front, 0)", "cache.shape[1]"),
     ),
     "kernel: a boundary at the base": (
         KERNEL,
@@ -397,11 +392,14 @@ INTERVAL = 64
 
 
 class Keeping(emulator.Request):
-    """A request whose draft's conv state and checkpoint are moved on by ``update``."""
+    """A request whose draft's conv state and checkpoint are moved on by ``update``.
 
-    def __init__(self, model: emulator.Model, update: Callable[..., None]):
+    ``cleared``: as SGLang 0.5.17 - 0.5.19 do it, with the state zeroed before each step.
+    """
+
+    def __init__(self, model: emulator.Model, update: Callable[..., None], *, cleared: bool):
         super().__init__(model)
-        self.update = update
+        self.update, self.cleared = update, cleared
         # By head and convolution: own state, then checkpoint.
         self.pools: list[dict[str, torch.Tensor]] = []
 
@@ -416,6 +414,8 @@ class Keeping(emulator.Request):
         super()._draft(ids, hidden, accepted)
         for pool, state in zip(self.pools, self.draft, strict=True):
             for name, cache in pool.items():
+                if self.cleared:
+                    cache[0] = 0
                 self.update(
                     # Zeros come first: the convolution began with them.
                     state.conv[name][None, 3:],
@@ -430,15 +430,15 @@ class Keeping(emulator.Request):
 
 
 def seen_in_a_model(
-    model: emulator.Model, update: Callable[..., None]
+    model: emulator.Model, update: Callable[..., None], *, cleared: bool
 ) -> tuple[float, float, float]:
     """Tokens of the first step after a hit on a decode-made checkpoint, one token to go, and cold.
 
     Then how far the checkpoint's windows are from a cold prefill's: the largest difference.
     """
     hit, cold, off = [], [], 0.0
-    for (tokens,) in (exact.prompts(1, [54 + n], tiny.VOCABULARY, seed=n) for n in range(8)):
-        made = Keeping(model, update)
+    for tokens in exact.prompts(8, range(54, 62), tiny.VOCABULARY):
+        made = Keeping(model, update, cleared=cleared)
         made.prefill(tokens)
         whole = [*tokens, made.bonus]
         while len(whole) < INTERVAL + 12:
@@ -465,22 +465,26 @@ def test_in_a_model(tmp_path, record_property):
     """With a wrong window the first draft after a hit is seldom right; with ours it is as cold."""
     tiny.write(tmp_path / "tiny")
     model = emulator.Model(tmp_path / "tiny")
-    wrong = {
-        "one row early": ("rows[past : past + window]", "rows[past - 1 : past - 1 + window]"),
-        "rows of the warm-up": (FRESH, "fresh = min(front, window)"),
-    }
-    seen = {"ours": seen_in_a_model(model, drafts.update_conv_state_reference)}
-    for name, edit in wrong.items():
-        update = getattr(copy_of(tmp_path, edit), REFERENCE)
-        seen[name] = seen_in_a_model(model, update)
+    early = ("rows[past : past + window]", "rows[past - 1 : past - 1 + window]")
+    seen = {}
+    for name, edits, cleared in (
+        ("ours", [], False),
+        ("ours, state cleared", [], True),
+        ("one row early", [early], False),
+        ("the state's rows, state cleared", [(FRESH, "fresh = 0")], True),
+    ):
+        update = getattr(copy_of(tmp_path, *edits), REFERENCE)
+        seen[name] = seen_in_a_model(model, update, cleared=cleared)
     record_property(
         "table",
         "\n".join(
-            f"{name:20} first step after a hit {hit:.2f}, cold {cold:.2f}, windows off by {off:.3f}"
+            f"{name:31} first step after a hit {hit:.2f}, cold {cold:.2f}, windows off by {off:.2f}"
             for name, (hit, cold, off) in seen.items()
         ),
     )
+    assert seen["ours"] == seen["ours, state cleared"]
     hit, cold, off = seen["ours"]
-    assert cold > 2 and abs(hit - cold) <= 0.25, seen
+    # SGLang starts the convolutions of front rows from zeros, which leaves the last bits.
+    assert cold > 2 and abs(hit - cold) <= 0.25 and off < 0.5, seen
     assert seen["one row early"][0] < cold - 1, seen
-    assert seen["rows of the warm-up"][2] > 1.5 * off, seen
+    assert seen["the state's rows, state cleared"][2] > 5, seen

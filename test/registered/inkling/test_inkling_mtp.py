@@ -171,8 +171,8 @@ class MtpIsExact:
         self.assertEqual({*comparison.cached}, {CHECKPOINT})
         if self.keeps_draft_checkpoints:
             # A head after the first may have kept a token that was not verified yet.
-            self.assertLessEqual(comparison.differing, len(comparison.cached) // 6, comparison)
-            self.assertGreater(hit, cold - 0.25, comparison)
+            self.assertLessEqual(comparison.differing, len(comparison.cached) // 8, comparison)
+            self.assertGreater(hit, cold - 0.15, comparison)
 
     def test_sglang_s_own_kl_helpers(self) -> None:
         from sglang.test import kl_test_utils as kl

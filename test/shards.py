@@ -22,12 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 INKLING = "test/registered/inkling"
 MTP, PREFILL = (f"{INKLING}/test_inkling_{name}.py" for name in ("mtp", "prefill_graph"))
-# With the seconds that they took on one H200. Each class starts a server, or two; those of a part
-# run at once, and a server takes little of the GPU.
+# With the seconds that they took on one H200, beside the last. Each class starts a server, or two;
+# those of a part run at once, and a server takes little of the GPU.
 SHARDS: dict[int, tuple[str, ...]] = {
-    # 57
+    # 89
     1: (f"{INKLING}/test_inkling_refresh_capture.py", "test/gpu"),
-    # 282, beside two of part 3, with cold caches
+    # 251, with cold caches
     2: (
         f"{MTP}::TestCrashingFork",
         f"{MTP}::TestCrashingForkWithPlugin",
@@ -35,7 +35,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestInstalled",
         f"{MTP}::TestDraftExtendForms",
     ),
-    # 160
+    # 179
     3: (
         f"{PREFILL}::TestExtraBuffer",
         f"{PREFILL}::TestExtraBufferLazy",
@@ -44,7 +44,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{PREFILL}::TestNgramWithoutFixes",
         f"{PREFILL}::TestCrashingForkWithPlugin",
     ),
-    # 225
+    # 245
     4: (
         f"{MTP}::TestFast",
         f"{MTP}::TestWithoutFixes",

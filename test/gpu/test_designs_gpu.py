@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,5 +73,6 @@ def figures(wrong: mutants.Mutant) -> dict[str, str]:
 def test_designs(wrong):
     seen = figures(wrong)
     if "INKLING_SCONV_LOGS" in os.environ:
-        harness.record(f"design-{wrong.name.replace(' ', '-').replace(':', '')}", **seen)
+        name = re.sub(r"[^\w.]+", "-", wrong.name.removeprefix("design: "))
+        harness.record(f"design-{name}", **seen)
     assert any(seen.values()) == (wrong not in mutants.CONTROLS), seen

@@ -25,7 +25,7 @@ from inkling_sconv.tree import find
 from sglang.test.ci.ci_register import register_cuda_ci
 from torch import Tensor
 
-register_cuda_ci(est_time=1400, stage="base-b", runner_config="1-gpu-large")
+register_cuda_ci(est_time=1800, stage="base-b", runner_config="1-gpu-large")
 
 CRASH = "AttributeError: 'NoneType' object has no attribute 'shape'"
 KL_THRESHOLD = 1e-9

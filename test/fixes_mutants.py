@@ -5,6 +5,7 @@ from __future__ import annotations
 KEEP = "slots[:live].copy_(batch.mamba_track_indices[:live])"
 CLEAR = "buffer[runner.raw_bs :].zero_()"
 DECIDE = "return wrapped.__func__(_WithoutSpeculation.of(runner), *args, **kwargs)"
+ONCE = "return None if batch.forward_mode.is_draft_extend_v2() else wrapped(*args, **kwargs)"
 
 DRIVEN: dict[str, tuple[str, str]] = {
     "rows: from one later": (CLEAR, "buffer[runner.raw_bs + 1 :].zero_()"),
@@ -56,8 +57,8 @@ DRIVEN: dict[str, tuple[str, str]] = {
         "live = batch.batch_size",
     ),
     "checkpoint: the batch by position only": (
-        'args[0] if args else kwargs["forward_batch"]',
-        "args[0]",
+        '            batch = args[0] if args else kwargs["forward_batch"]\n            live',
+        "            batch = args[0]\n            live",
     ),
     "checkpoint: prepare is not called": (
         "result = wrapped(*args, **kwargs)",
@@ -70,6 +71,20 @@ DRIVEN: dict[str, tuple[str, str]] = {
     "window: the method is not put there": (
         "setattr(cls, name, vars(InklingShortConvolution)[name])",
         "pass",
+    ),
+    "state: never cleared": (ONCE, "return None"),
+    "state: cleared in each step": (ONCE, "return wrapped(*args, **kwargs)"),
+    "state: cleared in draft-extend only": (
+        "None if batch.forward_mode.is_draft_extend_v2()",
+        "None if not batch.forward_mode.is_draft_extend_v2()",
+    ),
+    "state: not cleared in any extend": (
+        "batch.forward_mode.is_draft_extend_v2()",
+        "batch.forward_mode.is_extend(include_draft_extend_v2=True)",
+    ),
+    "state: the batch by position only": (
+        'batch = args[0] if args else kwargs["forward_batch"]\n        return None',
+        "batch = args[0]\n        return None",
     ),
     "window: the interval as a method": ("staticmethod(\n        lambda:", "(\n        lambda:"),
 }

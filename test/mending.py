@@ -348,11 +348,51 @@ def window(module: Any) -> dict[str, Any]:
     return found
 
 
+def state(module: Any) -> dict[str, Any]:
+    """What the draft's worker does to its two pools, which three heads have, by forward mode."""
+    from inkling_sconv import runners
+    from inkling_sconv.runners import _With
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    def pool(calls: list[Any]) -> Any:
+        made = _With(
+            clear_slots=lambda slots: calls.append(["clear", slots.tolist()]),
+            copy_from=lambda src, dst: calls.append(["copy", src.tolist(), dst.tolist()]),
+        )
+        return _With(req_to_token_pool=_With(mamba_pool=made))
+
+    found = {}
+    for name, keyword in (
+        ("EXTEND", False),
+        ("DECODE", False),
+        ("DRAFT_EXTEND_V2", False),
+        ("DRAFT_EXTEND_V2", True),
+    ):
+        calls: list[Any] = []
+        first, second = pool(calls), pool(calls)
+        architecture = _With(architectures=["InklingForConditionalGenerationMTP"])
+        worker = runners._host(
+            module.MultiLayerEagleDraftWorker,
+            "_apply_deferred_mamba_init_to_draft_pools",
+            draft_runner=_With(model_config=_With(hf_config=architecture)),
+            draft_runner_list=[first, second, first],
+        )
+        slots = (torch.tensor([n]) for n in (3, 5, 4))
+        batch = _With(
+            forward_mode=ForwardMode[name],
+            **dict(zip(runners.CLEAR_FIELDS, slots, strict=True)),
+        )
+        apply = worker._apply_deferred_mamba_init_to_draft_pools
+        apply(**{"forward_batch": batch}) if keyword else apply(batch)
+        found[f"{name}, by name" if keyword else name] = calls
+    return found
+
+
 # ---------------------------------------------------------------------- the fixes, one by one
 
 
 def driven(fixes: Any = None) -> dict[str, Any]:
-    """Each fix alone, in a tree that has all four harms, and every wrapped method driven."""
+    """Each fix alone, in a tree that has every harm, and every wrapped method driven."""
     if fixes is None:
         from inkling_sconv import fixes
     modules = _modules()
@@ -363,6 +403,7 @@ def driven(fixes: Any = None) -> dict[str, Any]:
         ("prefill-tracking", tracking),
         ("draft-checkpoint", draft_buffers),
         ("draft-window", window),
+        ("draft-state", state),
     ):
         log: list[str] = []
         fixes._mend(by_name[name], lambda level, line, log=log: log.append(line), modules[name])

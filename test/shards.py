@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 INKLING = "test/registered/inkling"
 MTP, PREFILL = (f"{INKLING}/test_inkling_{name}.py" for name in ("mtp", "prefill_graph"))
-# With the seconds that they took on one H200, beside the last. Each class starts a server, or two;
+# With the seconds that they took on one H200, beside part 5. Each class starts a server, or two;
 # those of a part run at once, and a server takes little of the GPU.
 SHARDS: dict[int, tuple[str, ...]] = {
     # 89
@@ -50,6 +50,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestWithoutFixes",
         f"{MTP}::TestWithoutDraftWindow",
         f"{MTP}::TestZeroedDraftState",
+        f"{MTP}::TestWithoutBoundaryFix",
         f"{MTP}::TestMutants",
     ),
     # 420, beside five other servers. The second class asks what the first was answered.

@@ -5,6 +5,7 @@ One line for the method, and one for each fix of what is around it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -27,6 +28,7 @@ def main() -> int:
             logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.ERROR)
             plugins.load_plugins()
             importlib.import_module(plugin.BACKEND_MODULE)
+            _import_runners()
     except ModuleNotFoundError as error:
         if error.name == plugin.BACKEND_MODULE:
             print(
@@ -40,6 +42,15 @@ def main() -> int:
         return 0
     print(f"inkling_sconv {__version__}: {reason}", file=sys.stderr)
     return 1
+
+
+def _import_runners() -> None:
+    """Import what fixes wait for: some of it a server imports when it speculates."""
+    from inkling_sconv.fixes import FIXES
+
+    for fix in FIXES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(fix.module)
 
 
 def _unreachable() -> str | None:

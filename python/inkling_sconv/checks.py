@@ -309,6 +309,18 @@ def _draft_window(backend: type) -> str:
     return "it is, with and without front rows"
 
 
+@_check(
+    "the draft's conv state is cleared once",
+    "0.5.20",
+    Verdict.LIMIT,
+    fix="draft-state",
+)
+def _draft_state_kept(backend: type) -> str:
+    again = _asked_of_the_draft(runners.clears_draft_states_again, runners.WORKER)
+    _require(not again, "each draft-extend does it again; without front rows the draft reads it")
+    return "by the prefill"
+
+
 def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bool:
     # What the draft proposes changes no answer, so a draft that cannot be asked is no breakage.
     try:

@@ -5,10 +5,10 @@ of tokens that were accepted before, then one row per token of the step. Of thes
 move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
 
 Front rows come before the step. They are computed anew in each step, from tokens that are verified
-by then, and take the place of what the conv state has of the same tokens. That is not to be relied
-on: a head after the first writes its last rows before their tokens are verified, and in SGLang
-0.5.17 - 0.5.19 every draft-extend of a batch whose requests stay the same clears the states again
-that its prefill was to clear (``_apply_deferred_mamba_init_to_draft_pools``).
+by then, and take the place of what the conv state has of the same tokens. The state is not to be
+relied on: a head after the first writes its last rows before their tokens are verified, and in
+SGLang 0.5.17 - 0.5.19 every draft-extend of a batch whose requests stay the same clears the states
+again that its prefill was to clear (``_apply_deferred_mamba_init_to_draft_pools``).
 """
 
 from __future__ import annotations

@@ -199,13 +199,18 @@ def first_step_after_hit(
 ) -> tuple[Comparison, float, float]:
     """Tokens of the first decode step on a prefix that the cache holds, against an empty cache.
 
-    With inputs one token longer than what is cached, the draft starts from its conv checkpoint, and
-    nothing else of it is new. Also the means, after a hit and cold.
+    Also the means, after a hit and cold. With inputs one token longer than what is cached, the
+    draft's windows in that step are those of its conv checkpoint.
+
+    Raises:
+        ServerError: an answer is none, or the tokens of two steps came as one.
     """
 
     def first(ids: Sequence[int]) -> float:
-        # The prefill gives the first group.
-        return float(len(server.stream(ids, FIRST_STEP_TOKENS)[1]))
+        prefill, *steps = server.stream(ids, FIRST_STEP_TOKENS)
+        if len(prefill) != 1 or not steps:
+            raise server.error(f"stream: {len(prefill)} tokens came of the prefill, not 1")
+        return float(len(steps[0]))
 
     cached = [server.generate([ids], 1)[0]["meta_info"]["cached_tokens"] for ids in inputs]
     hits = [first(ids) for ids in inputs]

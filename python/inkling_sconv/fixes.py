@@ -1,4 +1,4 @@
-"""Fixes of what is around the Inkling backend: CUDA-graph runners, and the draft's convolution.
+"""Fixes of what is around the Inkling backend: CUDA-graph runners, and the draft's conv state.
 
 A fix asks ``runners.py`` whether its harm is there, and wraps the methods that do it. It is for
 processes that serve Inkling: the runners serve other models too, which it has not been tried on.
@@ -135,6 +135,18 @@ def _place_draft_checkpoints(module: ModuleType) -> None:
     setattr(cls, name, vars(InklingShortConvolution)[name])
 
 
+def _clear_draft_states_once(module: ModuleType) -> None:
+    """The draft's worker clears and copies nothing in draft-extend: the prefill has done it."""
+
+    def apply(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
+        batch = args[0] if args else kwargs["forward_batch"]
+        return None if batch.forward_mode.is_draft_extend_v2() else wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(
+        module.MultiLayerEagleDraftWorker, "_apply_deferred_mamba_init_to_draft_pools", apply
+    )
+
+
 FIXES = (
     Fix(
         "prefill-rows",
@@ -164,7 +176,7 @@ FIXES = (
         "draft-extend graphs keep no checkpoint of the draft's conv state",
         runners.drops_draft_checkpoints,
         _keep_draft_checkpoints,
-        proven=frozenset({"untracked", "crashing"}),
+        proven=frozenset({"untracked"}),
         exempt=True,
     ),
     Fix(
@@ -174,7 +186,15 @@ FIXES = (
         "the draft's checkpoint is not the window that ends on its boundary",
         runners.misplaces_draft_checkpoints,
         _place_draft_checkpoints,
-        proven=frozenset({"untracked", "crashing"}),
+        proven=frozenset({"untracked"}),
+    ),
+    Fix(
+        "draft-state",
+        "0.5.20",
+        runners.WORKER,
+        "each draft-extend clears the draft's conv state again",
+        runners.clears_draft_states_again,
+        _clear_draft_states_once,
     ),
 )
 

@@ -24,9 +24,15 @@ DRAFT_EXTEND = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph
 REGISTRY = "sglang.srt.model_executor.cuda_graph_buffer_registry"
 
 CONVOLUTION = "sglang.srt.models.inkling_common.sconv"
+WORKER = "sglang.srt.speculative.multi_layer_eagle_worker_v2"
+BATCH = "sglang.srt.managers.schedule_batch"
+SPECULATION = "sglang.srt.speculative.spec_utils"
 
 TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices")
 """What decides whether a recorded checkpoint scatter writes a row, and where to."""
+
+CLEAR_FIELDS = ("mamba_clear_indices", "mamba_cow_src_indices", "mamba_cow_dst_indices")
+"""Slots whose conv state a prefill clears, or copies from a cached prefix."""
 
 _SLOTS = 4
 
@@ -254,6 +260,50 @@ def _scatter(
         sconv_cache[int(mamba_track_indices[0])] = rows[step : step + window]
     accepted = int(num_accept_tokens[0])
     sconv_cache[slot] = rows[accepted : accepted + window]
+
+
+def clears_draft_states_again(module: ModuleType) -> bool:
+    """Whether each draft-extend clears the draft's conv states, as the prefill before it did.
+
+    Two things make it so: a batch that decodes still has what its prefill was to clear, and the
+    draft's worker clears what a batch has in draft-extend too.
+    """
+    return _clears_in_draft_extend(module) and _decodes_with_slots_to_clear()
+
+
+def _clears_in_draft_extend(module: ModuleType) -> bool:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    cleared: list[Any] = []
+    pool = _With(mamba_pool=_With(clear_slots=cleared.append))
+    architecture = _With(architectures=["InklingForConditionalGenerationMTP"])
+    worker = _host(
+        module.MultiLayerEagleDraftWorker,
+        "_apply_deferred_mamba_init_to_draft_pools",
+        draft_runner=_With(model_config=_With(hf_config=architecture)),
+        draft_runner_list=[_With(req_to_token_pool=pool)],
+    )
+    fields = dict.fromkeys(CLEAR_FIELDS) | {CLEAR_FIELDS[0]: torch.tensor([1])}
+    worker._apply_deferred_mamba_init_to_draft_pools(
+        _With(forward_mode=ForwardMode.DRAFT_EXTEND_V2, **fields)
+    )
+    return bool(cleared)
+
+
+def _decodes_with_slots_to_clear() -> bool:
+    module, speculation = map(importlib.import_module, (BATCH, SPECULATION))
+    given = dict.fromkeys(CLEAR_FIELDS, torch.tensor([1]))
+    batch = _host(
+        module.ScheduleBatch, "prepare_for_decode", spec_algorithm=_On(is_none=False), **given
+    )
+    prepare = speculation.spec_prepare_for_decode
+    speculation.spec_prepare_for_decode = _Blank()  # type: ignore[attr-defined]
+    try:
+        with _configured(module, _On()):
+            batch.prepare_for_decode()
+    finally:
+        speculation.spec_prepare_for_decode = prepare  # type: ignore[attr-defined]
+    return any(getattr(batch, name) is not None for name in CLEAR_FIELDS)
 
 
 def _host(runner: type, method: str, **given: Any) -> Any:

@@ -19,7 +19,8 @@ With two draft steps, ``test/unit/test_tiny.py`` finds an accept length of 2.8 o
 included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those
 windows in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds
 them from the last tokens, and reads them right after a prefix hit: with one token to go, the first
-accept length is then 2.5, or 1.3 if they were zero.
+accept length is then 2.5, or 1.3 if they were zero. These figures are of an emulator; those of a
+server are in docs/evidence.md.
 
 Values come from integers of a Mersenne twister seeded per tensor, scaled and rounded as IEEE 754
 prescribes: the same bytes on every machine, and one option moves no tensor of the others.

@@ -172,7 +172,12 @@ SCENES: dict[str, list[tuple[str, str | None, str | None, str]]] = {
 
 
 FIX_SCENES = {
-    "0.5.17": [("mended", ""), ("mended", "banana"), ("undrivable", "")],
+    "0.5.17": [
+        ("mended", ""),
+        ("mended", "draft-state"),
+        ("mended", "banana"),
+        ("undrivable", ""),
+    ],
     "0.5.18": [("mended", "draft-checkpoint")],
 }
 

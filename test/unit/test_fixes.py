@@ -22,14 +22,16 @@ import releases
 import torch
 from conftest import TEST
 from inkling_sconv import __version__, fixes, probe, runners
-from test_releases import STATES
+from test_releases import FIXES, STATES
 
-ROWS, TRACKING, CHECKPOINT, WINDOW = (fix.name for fix in fixes.FIXES)
-ALL = [ROWS, TRACKING, CHECKPOINT, WINDOW]
+ROWS, TRACKING, CHECKPOINT, WINDOW, STATE = (fix.name for fix in fixes.FIXES)
+ALL = [ROWS, TRACKING, CHECKPOINT, WINDOW, STATE]
 HARMS = {
-    tree: [CHECKPOINT, WINDOW] if tree not in ("0.5.17", "0.5.22", "0.5.23") else [WINDOW]
-    for tree in releases.TREES
-} | {"0.5.17": ALL}
+    "0.5.17": ALL,
+    **{tree: [CHECKPOINT, WINDOW, STATE] for tree in ("0.5.18", "0.5.19", releases.CRASHING)},
+    **{tree: [CHECKPOINT, WINDOW] for tree in ("0.5.20", "0.5.21")},
+    **{tree: [WINDOW] for tree in ("0.5.22", "0.5.23")},
+}
 CHANGED = {
     ROWS: [f"{runners.PREFILL}.PrefillCudaGraphRunner.load_batch"],
     TRACKING: [f"{runners.PREFILL}.PrefillCudaGraphRunner._is_mamba_track_enabled"],
@@ -43,6 +45,9 @@ CHANGED = {
     WINDOW: [
         f"{runners.CONVOLUTION}.ShortConvolution.{name}"
         for name in ("_inkling_sconv_interval", "_update_sconv_cache_for_draft_extend")
+    ],
+    STATE: [
+        f"{runners.WORKER}.MultiLayerEagleDraftWorker._apply_deferred_mamba_init_to_draft_pools"
     ],
 }
 MENDED = {fix.name: f"{fix.name} ({fix.change}): {fix.harm}; mended." for fix in fixes.FIXES}
@@ -63,8 +68,7 @@ def said(seen: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("tree", releases.TREES)
 def test_by_default(drive, tree):
     seen = drive(tree, "mended")
-    on = STATES[tree] in ("untracked", "crashing")
-    expected = HARMS[tree] if on else []
+    expected = FIXES[STATES[tree]]
     assert said(seen) == [MENDED[name] for name in expected]
     assert all(line.startswith("WARNING") for line in seen["log"][1:])
     assert seen["changed"] == changed(expected)
@@ -94,7 +98,7 @@ def test_one_by_one(drive, tree, name):
         ("none", []),
         (" Prefill-Rows , draft-window,", [ROWS, WINDOW]),
         ("none,prefill-tracking", [TRACKING]),
-        ("", ALL),
+        ("", ALL[:-1]),
     ),
 )
 def test_values_of_the_variable(drive, tree, value, names):
@@ -107,7 +111,7 @@ def test_an_unknown_name_is_one_warning_and_the_rest_is_made(drive, tree):
     seen = drive(tree, "mended", INKLING_SCONV_FIXES="prefill-rows,banana,apple")
     assert said(seen) == [
         "INKLING_SCONV_FIXES: no fix is called apple, banana; there are "
-        "prefill-rows, prefill-tracking, draft-checkpoint, draft-window, and none.",
+        "prefill-rows, prefill-tracking, draft-checkpoint, draft-window, draft-state, and none.",
         MENDED[ROWS],
     ]
     assert seen["log"][1].startswith("WARNING") and seen["changed"] == CHANGED[ROWS]
@@ -155,15 +159,22 @@ def test_a_runner_that_cannot_be_driven_is_one_line(drive, tree):
         MENDED[TRACKING],
         f"{CHECKPOINT} (0.5.22): LookupError: a fork of it; left alone.",
         MENDED[WINDOW],
+        MENDED[STATE],
     ]
     assert [line.split()[0] for line in seen["log"][1:]] == ["ERROR", "WARNING"] * 2
-    assert seen["changed"] == changed([TRACKING, WINDOW])
+    assert seen["changed"] == changed([TRACKING, WINDOW, STATE])
 
 
 # ------------------------------------------------------------------------ what they do, driven
 
 DRIVEN: dict[str, Any] = {
-    "names": [[ROWS, "#34184"], [TRACKING, "#34043"], [CHECKPOINT, "0.5.22"], [WINDOW, "ours"]],
+    "names": [
+        [ROWS, "#34184"],
+        [TRACKING, "#34043"],
+        [CHECKPOINT, "0.5.22"],
+        [WINDOW, "ours"],
+        [STATE, "0.5.20"],
+    ],
     ROWS: {
         "log": [MENDED[ROWS]],
         # Requests, then the batch that is returned, then the buffers: mask, slots, lengths.
@@ -205,6 +216,14 @@ DRIVEN: dict[str, Any] = {
         "8": [[6, 7, 8], [5, 6, 7]],
         "16": [[6, 7, 8], [0, 0, 0]],
     },
+    STATE: {
+        "log": [MENDED[STATE]],
+        # Once for each pool, whichever heads share it.
+        "EXTEND": [["clear", [3]], ["copy", [5], [4]]] * 2,
+        "DECODE": [["clear", [3]], ["copy", [5], [4]]] * 2,
+        "DRAFT_EXTEND_V2": [],
+        "DRAFT_EXTEND_V2, by name": [],
+    },
     "harms": dict.fromkeys(ALL, False),
 }
 
@@ -220,6 +239,11 @@ def test_the_wrapped_methods(drive, tree):
 def test_the_draft_fixes_where_their_harms_are(drive, tree):
     seen = drive(tree, "driven")
     assert seen[CHECKPOINT] == DRIVEN[CHECKPOINT] and seen[WINDOW] == DRIVEN[WINDOW]
+
+
+@pytest.mark.parametrize("tree", [t for t, harms in HARMS.items() if STATE in harms])
+def test_the_draft_s_state_where_it_is_cleared_again(drive, tree):
+    assert drive(tree, "driven")[STATE] == DRIVEN[STATE]
 
 
 @pytest.mark.parametrize("tree", ("0.5.17",))
@@ -450,6 +474,6 @@ print((time.process_time() - start) * 1e3, sum(line.endswith("mended.") for line
     while len(tries) < 3:
         out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
         milliseconds, made = out.splitlines()[-1].split()
-        assert made == "4"
+        assert made == "5"
         tries.append(float(milliseconds))
     assert median(tries) < 60, tries

@@ -15,6 +15,7 @@ import pytest
 import releases
 import yaml
 from inkling_sconv import ci
+from test_releases import FIXES
 
 VERSION = inkling_sconv.__version__
 PUBLISH = releases.ROOT / ".github/workflows/publish.yml"
@@ -102,7 +103,8 @@ def test_installed_beside_a_real_sglang(venv, tmp_path):
     assert run("inkling-sconv", "--version") == f"{VERSION}\n"
     line, *fixes = run("python", "-m", "inkling_sconv").splitlines()
     assert line.startswith(f"inkling_sconv {VERSION}: ") and " is untracked (" in line
-    assert fixes and all(fix.endswith("; mended.") for fix in fixes)
+    assert all(fix.endswith("; mended.") for fix in fixes)
+    assert [fix.split()[2] for fix in fixes] == FIXES["untracked"]
 
     fork = tmp_path / "fork"
     (fork / "python/sglang/srt").mkdir(parents=True)

@@ -263,14 +263,10 @@ def test_a_stream_is_grouped_by_steps(start):
     assert comparison.exact and comparison.detail.endswith("1 of 1 outputs the same")
 
 
-def test_the_first_step_is_the_one_after_the_prefill(start):
-    with start() as running:
-        inputs = [[5] * 200, [6] * 130]
-        comparison, hit, cold = exact.first_step_after_hit(running, inputs)
-    # The fake prefill gives as many tokens as a step of it.
-    assert comparison.exact and comparison.compared == 2 and hit == cold == 2
-    assert len(comparison.cached) == 2
-    assert comparison.detail == "2.00 tokens after a hit, 2.00 cold"
+def test_a_first_step_is_that_of_a_prefill_of_one_token(start):
+    # The fake prefill gives two.
+    with start() as running, pytest.raises(ServerError, match="2 tokens came of the prefill"):
+        exact.first_step_after_hit(running, [[5] * 200])
 
 
 def test_a_first_step_that_a_hit_shortens(start, monkeypatch):
@@ -280,7 +276,8 @@ def test_a_first_step_that_a_hit_shortens(start, monkeypatch):
         monkeypatch.setattr(running, "stream", lambda *_: [[1], [0] * next(steps), [2, 2]])
         comparison, hit, cold = exact.first_step_after_hit(running, [[5] * 200] * 4)
     assert (comparison.compared, comparison.differing, comparison.largest) == (4, 2, 2.0)
-    assert (hit, cold) == (1.75, 2.5)
+    assert (hit, cold) == (1.75, 2.5) and len(comparison.cached) == 4
+    assert comparison.detail == "1.75 tokens after a hit, 2.50 cold"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import libcst as cst
 import torch
-from inkling_sconv import plugin, probe, source, tiny
+from inkling_sconv import source, tiny
 from inkling_sconv.fixes import FIXES
 from inkling_sconv.tree import BACKEND, Tree, find
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -110,15 +110,6 @@ def harmless(*names: str) -> str | None:
     if any(fix.harms(importlib.import_module(fix.module)) for fix in found):
         return None
     return f"this SGLang has no need of {', '.join(names)}"
-
-
-def by_default(name: str) -> bool:
-    """Whether the fix of this name is on by default in the installed SGLang, where a GPU is."""
-    if NO_GPU:
-        return False
-    backend = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))[0]
-    state = probe.classify(backend).state.value
-    return any(fix.name == name and state in fix.proven for fix in FIXES)
 
 
 def dumping() -> tuple[Path, Path]:

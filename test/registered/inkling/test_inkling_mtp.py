@@ -61,6 +61,15 @@ class TestCrashingFork(unittest.TestCase):
         self.assertIn(CRASH, str(caught.exception))
 
 
+DRAFT_FIXES = ("draft-checkpoint", "draft-window")
+
+
+def mended(running: Server, fix: str) -> bool:
+    """Whether the server's log says that it made this fix."""
+    log = running.log.read_text(errors="replace")
+    return re.search(rf": {fix} \(.*; mended\.$", log, re.MULTILINE) is not None
+
+
 def decoded(
     running: Server, inputs: list[list[int]], new_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
@@ -88,6 +97,7 @@ class MtpIsExact:
 
     name: str
     keeps_draft_checkpoints = False
+    """Where they are not kept, the draft may start from another window than a cold one."""
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -97,6 +107,9 @@ class MtpIsExact:
     def setUpClass(cls) -> None:
         cls.stack = contextlib.ExitStack()
         cls.server = cls.stack.enter_context(server(cls.name, cls.environment()))
+        # Fixes may be on by default, or by a variable of whoever runs this.
+        if all(map(cls.made, DRAFT_FIXES)):
+            cls.keeps_draft_checkpoints = True
         cls.inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
         cls.figures: dict[str, object] = {}
 
@@ -104,6 +117,11 @@ class MtpIsExact:
     def tearDownClass(cls) -> None:
         harness.record(f"mtp-{cls.name}", **cls.figures)
         cls.stack.close()
+
+    @classmethod
+    def made(cls, fix: str) -> bool:
+        """Whether the server needs this fix no more."""
+        return mended(cls.server, fix) or harmless(fix) is not None
 
     def check(self, comparison: exact.Comparison, cached: bool = True) -> None:
         self.figures[comparison.name] = comparison
@@ -161,7 +179,6 @@ class MtpIsExact:
         comparison = tokens_per_step(self.server, decoded(self.server, self.inputs))
         self.figures[comparison.name] = comparison
         self.assertIn("6 of 6 outputs the same", comparison.detail)
-        # Without its fixes, the draft may start from another window than a cold one.
         if self.keeps_draft_checkpoints:
             self.assertTrue(comparison.exact, comparison)
 
@@ -213,7 +230,6 @@ class MtpIsExact:
 @unittest.skipIf(fork_reason(), fork_reason() or "")
 class TestCrashingForkWithPlugin(MtpIsExact, unittest.TestCase):
     name = "plugin"
-    keeps_draft_checkpoints = True
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -239,7 +255,6 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
     """The SGLang that is installed, with whatever plugins it has."""
 
     name = "installed"
-    keeps_draft_checkpoints = harness.by_default("draft-window")
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -248,28 +263,32 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
 
 @unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
 class TestFast(MtpIsExact, unittest.TestCase):
-    """Our method and the draft's fixes on whatever release: they need none of its state."""
+    """Our method and the draft's fixes on whatever release."""
 
     name = "fast"
     keeps_draft_checkpoints = True
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        return {"INKLING_SCONV": "fast", "INKLING_SCONV_FIXES": "draft-checkpoint,draft-window"}
+        return {"INKLING_SCONV": "fast", "INKLING_SCONV_FIXES": ",".join(DRAFT_FIXES)}
 
 
 class DraftIsBehind:
     """Fixes of the draft's checkpoints left out: what the cases above must see, they see."""
 
     name: str
-    fixes: str
+    fixes: tuple[str, ...] = ()
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        return {"INKLING_SCONV_FIXES": cls.fixes}
+        # On guarded trees a checkpoint has a destination with our method only.
+        return {"INKLING_SCONV": "fast", "INKLING_SCONV_FIXES": ",".join(cls.fixes) or "none"}
 
     def test_steps_after_a_hit_differ(self) -> None:
         with server(self.name, self.environment()) as running:
+            for fix in self.fixes:
+                self.assertTrue(mended(running, fix) or harmless(fix), fix)
+            self.look_at(running)
             inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
             steps = tokens_per_step(running, decoded(running, inputs))
             first, hit, cold = first_step(running)
@@ -278,24 +297,28 @@ class DraftIsBehind:
         self.assertEqual({*first.cached}, {CHECKPOINT})
         self.assertLess(hit, cold - 0.5, first)
 
+    def look_at(self, running: Server) -> None:
+        pass
+
 
 @unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
 class TestWithoutFixes(DraftIsBehind, unittest.TestCase):
-    name, fixes = "without-fixes", "none"
+    name = "without-fixes"
 
 
-@unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
+@unittest.skipIf(harmless("draft-checkpoint"), harmless("draft-checkpoint") or "")
 class TestWithoutDraftWindow(DraftIsBehind, unittest.TestCase):
     """Checkpoints are kept, as SGLang keeps them: not the window that ends on the boundary."""
 
-    name, fixes = "without-draft-window", "draft-checkpoint"
+    name, fixes = "without-draft-window", ("draft-checkpoint",)
 
 
 @unittest.skipIf(harmless("draft-window"), harmless("draft-window") or "")
 class TestZeroedDraftState(DraftIsBehind, unittest.TestCase):
     """Zeros where the draft's conv checkpoint should be."""
 
-    name, fixes = "zeroed-draft-state", "draft-checkpoint,draft-window"
+    name, fixes = "zeroed-draft-state", DRAFT_FIXES
+    MARK = "the draft's checkpoints are zeros"
 
     @classmethod
     def environment(cls) -> dict[str, str]:
@@ -306,9 +329,34 @@ class TestZeroedDraftState(DraftIsBehind, unittest.TestCase):
                 "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)",
                 "tl.store(kept + w * cache_row, tl.where(inside, 0.0, old), mask=inside)",
             ),
+            (
+                "class InklingShortConvolution:",
+                f'print("{cls.MARK}")\n\n\nclass InklingShortConvolution:',
+            ),
         )
         path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
         return {**super().environment(), "PYTHONPATH": path}
+
+    def look_at(self, running: Server) -> None:
+        self.assertIn(self.MARK, running.log.read_text(errors="replace"))
+
+
+@unittest.skipIf(harmless("draft-state"), harmless("draft-state") or "")
+class TestWithoutBoundaryFix(unittest.TestCase):
+    """Where each step reads the draft's conv state, the accept length shows what is in it."""
+
+    def test_the_accept_length_falls_where_the_state_is_cleared(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            kept, cleared = pool.map(self.accept_length, ("draft-state", "none"))
+        harness.record("mtp-without-boundary-fix", **{"draft-state": kept, "none": cleared})
+        self.assertGreater(kept, 2.0)
+        self.assertLess(cleared, 1.5)
+
+    def accept_length(self, fixes: str) -> float:
+        variables = {"INKLING_SCONV_FIXES": fixes, "SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX": "0"}
+        with server(f"boundary-{fixes}", variables) as running:
+            inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
+            return exact.accept_length(running.generate(inputs, NEW_TOKENS))
 
 
 @unittest.skipIf(fork_reason(), fork_reason() or "")

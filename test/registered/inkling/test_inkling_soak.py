@@ -52,17 +52,23 @@ FIGURES: dict[str, Any] = {}
 ANSWERS: dict[tuple[int, ...], tuple[int, ...]] = {}
 
 
-def gpu_bytes(server: Server) -> int:
-    """Bytes that the server's processes use on the device.
+def own_gpu_bytes(server: Server) -> int | None:
+    """Bytes that the server's processes use on the device; None if the driver does not name them.
 
-    Where the driver does not name them (another PID namespace), all that is in use there.
+    It does not where there is no ``nvidia-smi``, or from within another PID namespace.
     """
     query = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
-    listed = subprocess.run(query, capture_output=True, text=True).stdout
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True).stdout
+    except OSError:
+        return None
     used = dict(re.findall(r"^(\d+), (\d+)$", listed, re.MULTILINE))
     own = [int(used[str(pid)]) for pid in server.processes() if str(pid) in used]
-    if own:
-        return sum(own) * 2**20
+    return sum(own) * 2**20 if own else None
+
+
+def all_gpu_bytes() -> int:
+    """Bytes in use on the device, whoever uses them."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -82,7 +88,14 @@ class TestSoak(unittest.TestCase):
             log = harness.LOGS / "server-soak.log"
             server = stack.enter_context(Server(harness.checkpoint(), OPTIONS, log))
             rounds = load.plan(REQUESTS, VOCABULARY, seed=0)
-            cls.soak = load.soak(server, rounds, VOCABULARY, lambda: gpu_bytes(server))
+            own = own_gpu_bytes(server) is not None
+            FIGURES["gpu of"] = "the server" if own else "the device"
+            cls.soak = load.soak(
+                server,
+                rounds,
+                VOCABULARY,
+                lambda: (own_gpu_bytes(server) or 0) if own else all_gpu_bytes(),
+            )
             # Read before the kill, which adds to it.
             cls.log = log.read_text(errors="replace")
             cls.note_soak()

@@ -331,7 +331,7 @@ class TestZeroedDraftState(DraftIsBehind, unittest.TestCase):
             ),
             (
                 "class InklingShortConvolution:",
-                f'print("{cls.MARK}")\n\n\nclass InklingShortConvolution:',
+                f'print("{cls.MARK}", flush=True)\n\n\nclass InklingShortConvolution:',
             ),
         )
         path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])

@@ -6,7 +6,7 @@ guard in the file   the fork after ``inkling-sconv apply``, plugin off: SGLang's
 faithful            the fork and the plugin, draft-extend captured with inert tracking
 exempt              the fork and the plugin, draft-extend captured without tracking
 fast                the fork after ``apply`` and ``INKLING_SCONV=fast``
-checkpoints         the fork and the plugin as it comes: exempt, and the draft's checkpoints kept
+checkpoints         exempt, with the fixes ``draft-checkpoint`` and ``draft-window``
 installed           (``--installed``) the installed SGLang as it is, plugin off
 
 Each gets a server of its own, one after the other; a round begins with another one. Figures are
@@ -127,7 +127,7 @@ def contenders(names: Sequence[str]) -> list[Contender]:
         FAITHFUL: (crashing, {**alone, "INKLING_SCONV_DRAFT_EXTEND": "inert"}),
         EXEMPT: (crashing, alone),
         FAST: (applied, {**alone, "INKLING_SCONV": "fast"}),
-        CHECKPOINTS: (crashing, {"INKLING_SCONV": "auto"}),
+        CHECKPOINTS: (crashing, {**alone, "INKLING_SCONV_FIXES": "draft-checkpoint,draft-window"}),
     }
     return [
         Contender(name, {"INKLING_SCONV": "off"})

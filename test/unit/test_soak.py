@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_server
@@ -23,6 +24,7 @@ REGISTERED = Path(__file__).resolve().parents[1] / "registered" / "inkling"
 sys.path.insert(0, str(REGISTERED))
 
 import load  # noqa: E402
+import test_inkling_soak  # noqa: E402
 
 TOTAL, SIZE, SEED = 300, 75, 3
 MIB = 2**20
@@ -389,3 +391,26 @@ def test_get_an_error_status(start, monkeypatch):
         monkeypatch.setattr(running.session, "get", lambda *_, **__: answer)
         with pytest.raises(ServerError, match="/metrics: status 404: 'Not Found'"):
             running.get("/metrics")
+
+
+@pytest.mark.parametrize(
+    ("printed", "own"),
+    (
+        ("7, 700\n8, 20\n9, 5000\n", 720 * MIB),
+        ("9, 5000\n", None),
+        ("7, [N/A]\n", None),
+        ("", None),
+    ),
+)
+def test_gpu_memory_is_the_server_s_own(tmp_path, monkeypatch, printed, own):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    running = SimpleNamespace(processes=lambda: {7: "sglang::scheduler", 8: "python"})
+    assert test_inkling_soak.own_gpu_bytes(running) == own
+
+
+def test_gpu_memory_without_the_driver_s_tool(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert test_inkling_soak.own_gpu_bytes(SimpleNamespace(processes=dict)) is None

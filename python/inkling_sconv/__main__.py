@@ -38,6 +38,10 @@ def main() -> int:
         reason = f"SGLang does not import: {error}; install what it needs."
     except ImportError as error:
         reason = f"SGLang does not import: {error}."
+    except Exception as error:
+        # What is installed beside it may be too new, or too old.
+        what = f"{type(error).__name__}: {error}"
+        reason = f"SGLang does not import: {what}; install the versions that it pins."
     if reason is None:
         return 0
     print(f"inkling_sconv {__version__}: {reason}", file=sys.stderr)
@@ -49,7 +53,7 @@ def _import_runners() -> None:
     from inkling_sconv.fixes import FIXES
 
     for fix in FIXES:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module(fix.module)
 
 

@@ -122,6 +122,13 @@ def test_status_with_an_sglang_that_does_not_import(bare):
     assert "does not import: No module named 'nowhere'" in one_line(status(bare))
 
 
+def test_status_with_an_sglang_beside_the_wrong_versions(bare):
+    (bare / "sglang").mkdir()
+    (bare / "sglang/__init__.py").write_text("raise ValueError('a name that is taken')")
+    line = one_line(status(bare))
+    assert "does not import: ValueError: a name that is taken; install the versions" in line
+
+
 def test_status_kept_out_by_sglang_plugins():
     done = subprocess.run(
         [sys.executable, "-m", "inkling_sconv"],

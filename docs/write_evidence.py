@@ -338,8 +338,7 @@ rows before the step from the conv state. Of *exempt* alone there is no trace: t
 crashed there (`TorchOpStorage::materialize`). By their names (`docs/evidence/server.json`), the 90
 launches that the draft-extend graph of *faithful* has more are 2 refreshes, 4 checkpoint scatters
 and 84 of draft tracking's arithmetic; the others are the same, one for one, the 8 updates of a conv
-state among them. Answers, to
-the bit:
+state among them. Answers, to the bit:
 """
 SOAK = """\
 ## Soak

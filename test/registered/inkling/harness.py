@@ -70,7 +70,7 @@ def crashing_fork() -> Path:
 
 
 def environment(tree: Path, **variables: str) -> dict[str, str]:
-    """Variables with which a server runs ``tree`` instead of the installed SGLang."""
+    """Variables with which a server imports from ``tree`` first: a fork, or a package of ours."""
     return {
         "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
         **variables,

@@ -1,16 +1,18 @@
 """The tests that need a GPU, in parts of at most 8 minutes: ``python test/shards.py [K]``.
 
 It runs with any Python that has SGLang; JUnit files, figures and server logs go to
-``INKLING_SCONV_LOGS``. A part whose JUnit file is there and green is not run again, unless the
-tests, the package or SGLang have changed.
+``INKLING_SCONV_LOGS``. All at once, the soak runs beside the others. A part whose JUnit file is
+there and green is not run again, unless the tests, the package or SGLang have changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 INKLING = "test/registered/inkling"
@@ -25,9 +28,9 @@ MTP, PREFILL = (f"{INKLING}/test_inkling_{name}.py" for name in ("mtp", "prefill
 # With the seconds that they took on one H200, beside part 5. Each class starts a server, or two;
 # those of a part run at once, and a server takes little of the GPU.
 SHARDS: dict[int, tuple[str, ...]] = {
-    # 89
+    # 81
     1: (f"{INKLING}/test_inkling_refresh_capture.py", "test/gpu"),
-    # 251, with cold caches
+    # 317, with cold caches
     2: (
         f"{MTP}::TestCrashingFork",
         f"{MTP}::TestCrashingForkWithPlugin",
@@ -35,7 +38,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestInstalled",
         f"{MTP}::TestDraftExtendForms",
     ),
-    # 179
+    # 200
     3: (
         f"{PREFILL}::TestExtraBuffer",
         f"{PREFILL}::TestExtraBufferLazy",
@@ -44,7 +47,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{PREFILL}::TestNgramWithoutFixes",
         f"{PREFILL}::TestCrashingForkWithPlugin",
     ),
-    # 245
+    # 258
     4: (
         f"{MTP}::TestFast",
         f"{MTP}::TestWithoutFixes",
@@ -53,9 +56,12 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestWithoutBoundaryFix",
         f"{MTP}::TestMutants",
     ),
-    # 420, beside five other servers. The second class asks what the first was answered.
+    # 1216 with 20,000 requests, of which 825 are the load. The second class asks what the first
+    # was answered.
     5: (f"{INKLING}/test_inkling_soak.py",),
 }
+# Runs while the others do: it is one server, and looks at the memory of that one alone.
+BESIDE = 5
 NEEDED = (
     "aiohttp",
     "hypothesis",
@@ -120,38 +126,86 @@ def counts(junit: Path) -> tuple[str, int, int, int] | None:
     return name, tests - failures - errors - skipped, failures + errors, skipped
 
 
-def run(
-    shards: Mapping[int, Sequence[str]], about: str, logs: Path, *, force: bool, root: Path = ROOT
-) -> int:
-    """Run ``shards`` in order, those that are green already left out; 0 if all are green."""
-    red = []
-    for number, tests in shards.items():
-        junit = logs / f"shard-{number}.xml"
-        before = counts(junit)
-        if not force and before is not None and before[0] == about and before[1] and not before[2]:
-            print(f"shard {number}: {before[1]} passed before, {junit}; FORCE=1 runs it again")
-            continue
-        junit.unlink(missing_ok=True)
-        print(f"shard {number}: {' '.join(tests)}", flush=True)
-        start = time.monotonic()
-        options = ("-v", f"--junit-xml={junit}", "-o", f"junit_suite_name={about}")
+class Part:
+    """One part while it runs: pytest in a process of its own, which ends the servers it started."""
+
+    def __init__(
+        self, number: int, tests: Sequence[str], about: str, logs: Path, root: Path, output: Any
+    ):
+        self.number = number
+        self.junit = _junit(logs, number)
+        self.junit.unlink(missing_ok=True)
+        self.start = time.monotonic()
+        options = ("-v", f"--junit-xml={self.junit}", "-o", f"junit_suite_name={about}")
         command = [sys.executable, "-m", "pytest", *tests, *options, *_at_once(tests)]
         variables = {**environment(), "INKLING_SCONV_LOGS": str(logs)}
-        code = subprocess.run(command, cwd=root, env=variables).returncode
-        after = counts(junit)
-        green = code == 0 and after is not None and after[1] > 0
+        if output:
+            variables["INKLING_SCONV_SOAK_BESIDE"] = "1"
+        self.process = subprocess.Popen(command, cwd=root, env=variables, stdout=output)
+
+    def wait(self) -> bool:
+        """Whether it is green, once it has ended; says so."""
+        code = self.process.wait()
+        after = counts(self.junit)
         said = (
             "no JUnit file"
             if after is None
             else "{} passed, {} failed, {} skipped".format(*after[1:])
         )
-        seconds = time.monotonic() - start
-        print(f"\nshard {number}: {said}, exit {code}, {seconds:.0f} s, {junit}", flush=True)
-        if not green:
-            red.append(number)
+        seconds = time.monotonic() - self.start
+        print(
+            f"\nshard {self.number}: {said}, exit {code}, {seconds:.0f} s, {self.junit}",
+            flush=True,
+        )
+        return code == 0 and after is not None and after[1] > 0
+
+    def stop(self) -> None:
+        """Interrupt it, and wait until it has ended its servers: they are in other groups."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait()
+
+
+def run(
+    shards: Mapping[int, Sequence[str]], about: str, logs: Path, *, force: bool, root: Path = ROOT
+) -> int:
+    """Run ``shards``, those that are green already left out; 0 if all are green.
+
+    In order, but ``BESIDE``, which starts first and writes what it prints to a file in ``logs``.
+    """
+    todo = []
+    for number in shards:
+        junit = _junit(logs, number)
+        before = counts(junit)
+        if not force and before is not None and before[0] == about and before[1] and not before[2]:
+            print(f"shard {number}: {before[1]} passed before, {junit}; FORCE=1 runs it again")
+        else:
+            todo.append(number)
+    beside = len(todo) > 1
+    todo.sort(key=lambda number: beside and number != BESIDE)
+    red = []
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in todo:
+            output, where = None, ""
+            if beside and number == BESIDE:
+                output = stack.enter_context((logs / f"shard-{number}.log").open("wb"))
+                where = f", beside the others: {output.name}"
+            print(f"shard {number}: {' '.join(shards[number])}{where}", flush=True)
+            part = Part(number, shards[number], about, logs, root, output)
+            stack.callback(part.stop)
+            if output:
+                started.append(part)
+            elif not part.wait():
+                red.append(number)
+        red += [part.number for part in started if not part.wait()]
     if red:
         print(f"red: shard {', '.join(map(str, red))}", file=sys.stderr)
     return 1 if red else 0
+
+
+def _junit(logs: Path, number: int) -> Path:
+    return logs / f"shard-{number}.xml"
 
 
 def _at_once(tests: Sequence[str]) -> tuple[str, ...]:

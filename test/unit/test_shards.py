@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,75 @@ def test_a_red_shard_does_not_stop_the_next(run):
     # Only the red one runs again.
     code, printed = run("passes", "passes")
     assert code == 0 and printed.count("test session starts") == 1
+
+
+MEETS = """
+import os, pathlib, time
+def test_meets():
+    assert ("INKLING_SCONV_SOAK_BESIDE" in os.environ) is ("{mine}" == "soak")
+    pathlib.Path("{mine}").touch()
+    deadline = time.monotonic() + 60
+    while not pathlib.Path("{theirs}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+"""
+
+
+def test_the_soak_runs_beside_the_others(tmp_path, capfd):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_one.py").write_text(MEETS.format(mine="one", theirs="soak"))
+    (tmp_path / "test_soak.py").write_text(MEETS.format(mine="soak", theirs="one"))
+    parts = {1: ("test_one.py",), shards.BESIDE: ("test_soak.py",)}
+    assert shards.run(parts, ABOUT, tmp_path, force=False, root=tmp_path) == 0
+    log = tmp_path / f"shard-{shards.BESIDE}.log"
+    printed = capfd.readouterr().out
+    assert printed.index(f"beside the others: {log}") < printed.index("shard 1: test_one.py")
+    assert printed.count("1 passed, 0 failed") == 2
+    assert "test_soak.py::test_meets" in log.read_text()
+    assert "test_soak.py::test_meets" not in printed
+
+
+def test_the_soak_alone_is_shown(run, tmp_path):
+    run(*["passes"] * shards.BESIDE)
+    (tmp_path / f"shard-{shards.BESIDE}.xml").unlink()
+    code, printed = run(*["passes"] * (shards.BESIDE - 1), "fails")
+    assert code == 1 and "test_fails.py::test_b FAILED" in printed and "beside" not in printed
+
+
+CLEANS_UP = """
+import pathlib, time
+def test_a():
+    pathlib.Path("{name}").write_text("begun")
+    try:
+        time.sleep(120)
+    finally:
+        time.sleep(1)
+        pathlib.Path("{name}").write_text("cleaned up")
+"""
+
+
+def test_an_interrupt_waits_until_the_servers_are_stopped(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    names = ("one", "soak")
+    for name in names:
+        (tmp_path / f"test_{name}.py").write_text(CLEANS_UP.format(name=name))
+    parts = {1: ("test_one.py",), shards.BESIDE: ("test_soak.py",)}
+    code = f"""
+import pathlib, shards
+folder = pathlib.Path({str(tmp_path)!r})
+shards.run({parts!r}, "about", folder, force=False, root=folder)
+"""
+    test = str(shards.ROOT / "test")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": test}, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / name).exists() for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert [(tmp_path / name).read_text() for name in names] == ["cleaned up"] * 2
 
 
 def test_half_a_junit_file_is_none(run, tmp_path):

@@ -28,6 +28,8 @@ from sglang.test.ci.ci_register import register_cuda_ci
 register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
 
 REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "3000"))
+# Set by who runs other servers on the GPU meanwhile.
+BESIDE = "INKLING_SCONV_SOAK_BESIDE" in os.environ
 RUNNING = 8
 OPTIONS = (
     *BASE_OPTIONS,
@@ -160,8 +162,10 @@ class TestSoak(unittest.TestCase):
         self.assertEqual(load.leaked(self.soak), [])
 
     def test_memory_is_flat(self) -> None:
-        self.assertEqual(load.grown("GPU", self.soak.gpu, GPU_BOUND), [])
         self.assertEqual(load.grown("resident", self.soak.resident, RESIDENT_BOUND), [])
+        if BESIDE and FIGURES["gpu of"] == "the device":
+            self.skipTest("GPU memory: others use it, and the driver names no process here")
+        self.assertEqual(load.grown("GPU", self.soak.gpu, GPU_BOUND), [])
 
     def test_clients_of_a_killed_scheduler_get_an_error(self) -> None:
         self.assertEqual(load.silent(self.killed, KILL_LOAD, KILL_SECONDS), [])

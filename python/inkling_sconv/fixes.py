@@ -176,7 +176,7 @@ FIXES = (
         "draft-extend graphs keep no checkpoint of the draft's conv state",
         runners.drops_draft_checkpoints,
         _keep_draft_checkpoints,
-        proven=frozenset({"untracked"}),
+        proven=frozenset({"untracked", "crashing"}),
         exempt=True,
     ),
     Fix(
@@ -186,7 +186,7 @@ FIXES = (
         "the draft's checkpoint is not the window that ends on its boundary",
         runners.misplaces_draft_checkpoints,
         _place_draft_checkpoints,
-        proven=frozenset({"untracked"}),
+        proven=frozenset({"untracked", "crashing"}),
     ),
     Fix(
         "draft-state",
@@ -195,6 +195,7 @@ FIXES = (
         "each draft-extend clears the draft's conv state again",
         runners.clears_draft_states_again,
         _clear_draft_states_once,
+        proven=frozenset({"untracked", "crashing"}),
     ),
 )
 

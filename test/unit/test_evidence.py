@@ -27,7 +27,7 @@ def test_a_soak_is_shown_once_it_was_recorded(tmp_path):
         if record.name != "soak.json":
             (tmp_path / record.name).write_bytes(record.read_bytes())
     page.RECORDS = tmp_path
-    assert "Soak" not in "\n".join(page.page())
+    assert "## Soak" not in "\n".join(page.page())
     pools = {"full": {"available": 3072, "evictable": 0, "used": 0}}
     record = {
         "requests": 20000,
@@ -44,7 +44,7 @@ def test_a_soak_is_shown_once_it_was_recorded(tmp_path):
     }
     # A load that failed leaves a part of the record.
     (tmp_path / "soak.json").write_text(json.dumps(record))
-    assert "Soak" not in "\n".join(page.page())
+    assert "## Soak" not in "\n".join(page.page())
     record["killed"] = {"cut off": 32, "seconds": 1.34, "server ended after": 2.0, "error": "x"}
     record["restarted"] = {"answers": 24, "the same": 24}
     (tmp_path / "soak.json").write_text(json.dumps(record))

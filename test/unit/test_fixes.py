@@ -98,7 +98,7 @@ def test_one_by_one(drive, tree, name):
         ("none", []),
         (" Prefill-Rows , draft-window,", [ROWS, WINDOW]),
         ("none,prefill-tracking", [TRACKING]),
-        ("", ALL[:-1]),
+        ("", ALL),
     ),
 )
 def test_values_of_the_variable(drive, tree, value, names):

@@ -16,6 +16,7 @@ import pytest
 import releases
 import wrapt
 from packaging.requirements import Requirement
+from test_releases import check_log
 
 
 def python(code: str, **variables: str) -> str:
@@ -148,5 +149,6 @@ def test_status_of_the_crashing_fork(tmp_path):
         capture_output=True,
         text=True,
     )
-    (line,) = done.stdout.splitlines()
+    line, *fixes = done.stdout.splitlines()
     assert done.returncode == 0 and "is crashing" in line and "replaced" in line
+    check_log([f"WARNING {fix}" for fix in fixes], releases.CRASHING)

@@ -29,6 +29,7 @@ METHODS = [
 PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 DRAFT_EXTEND = "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
 CONVOLUTION = "sglang.srt.models.inkling_common.sconv.ShortConvolution"
+WORKER = "sglang.srt.speculative.multi_layer_eagle_worker_v2.MultiLayerEagleDraftWorker"
 ATTRIBUTES = {
     "prefill-rows": [f"{PREFILL}.load_batch"],
     "prefill-tracking": [f"{PREFILL}._is_mamba_track_enabled"],
@@ -41,12 +42,13 @@ ATTRIBUTES = {
         f"{CONVOLUTION}._update_sconv_cache_for_draft_extend",
         f"{CONVOLUTION}._inkling_sconv_interval",
     ],
+    "draft-state": [f"{WORKER}._apply_deferred_mamba_init_to_draft_pools"],
 }
 # On by default, in the order of their log lines. 0.5.18, of which the fork is made, has
 # prefill graphs that need none.
 FIXES = {
-    "untracked": ["prefill-rows", "prefill-tracking", "draft-checkpoint", "draft-window"],
-    "crashing": [],
+    "untracked": [*ATTRIBUTES],
+    "crashing": ["draft-checkpoint", "draft-window", "draft-state"],
     "guarded": [],
     "exempt": [],
 }

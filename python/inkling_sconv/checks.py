@@ -11,15 +11,16 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from inkling_sconv import plugin, probe, runners
-from inkling_sconv.probe import Rig
+from inkling_sconv.fixes import FIXES
+from inkling_sconv.probe import Rig, State
 
 GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
 
@@ -122,7 +123,11 @@ def _second_call(backend: type) -> str:
     return "same indices twice, both modes"
 
 
-@_check("a prefill capture records the checkpoint scatter", "#34043")
+SCATTER = "a prefill capture records the checkpoint scatter"
+TRACKING = "prefill graphs track under speculation"
+
+
+@_check(SCATTER, "#34043")
 def _scatter_recorded(backend: type) -> str:
     batch, indices = _capture(Rig(backend), "EXTEND")
     _require(indices is not None, "no indices: the scatter drops out of the graph")
@@ -267,7 +272,7 @@ def _no_tokens(backend: type) -> str:
 # The rest asks the runners around the class. Each is what one of fixes.py mends.
 
 
-@_check("prefill graphs track under speculation", "#34043", fix="prefill-tracking")
+@_check(TRACKING, "#34043", fix="prefill-tracking")
 def _tracks_under_speculation(backend: type) -> str:
     module = importlib.import_module(runners.PREFILL)
     _require(runners.tracks(module, speculative=False), "the prefill runner never tracks")
@@ -329,13 +334,42 @@ def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bo
         raise _BrokenError(f"could not be asked: {type(error).__name__}: {error}") from error
 
 
+def judged(found: Sequence[Row], state: State) -> list[Row]:
+    """``found``, of a backend in ``state``, as its runners have it.
+
+    A runner that tracks captures with track metadata, so what a method does without them that
+    gives no indices reaches no graph.
+    """
+    tracks = any(row.asked == TRACKING and row.verdict is Verdict.HOLDS for row in found)
+    if not (state is State.UNTRACKED and tracks):
+        return list(found)
+    seen = "the runner's captures bring metadata; without them there are no indices"
+    return [
+        replace(row, verdict=Verdict.LIMIT, seen=seen)
+        if row.asked == SCATTER and row.verdict is Verdict.BROKEN
+        else row
+        for row in found
+    ]
+
+
+def mended(row: Row, state: State) -> str:
+    """What mends a row that does not hold, in a tree found in ``state``; empty: no fix does."""
+    fix = next((fix for fix in FIXES if fix.name == row.fix), None)
+    if fix is None or row.verdict is Verdict.HOLDS:
+        return ""
+    if state.value in fix.proven:
+        return f"the plugin mends it, unless {plugin.FIXES_VARIABLE} leaves {fix.name} out"
+    fast = f"{plugin.VARIABLE}=fast " if fix.exempt and state is State.GUARDED else ""
+    return f"mended by {fast}{plugin.FIXES_VARIABLE}={fix.name}"
+
+
 def main() -> None:
     """Print what is found as one JSON object on the last line of standard output.
 
     With the argument ``--plugins``, SGLang's plugins are loaded first: what a server would run.
     Another argument is the name of the backend's module in a fork that moved it.
     """
-    bare, now = None, None
+    bare: list[str] = []
     name = next((a for a in sys.argv[1:] if not a.startswith("-")), plugin.BACKEND_MODULE)
     if "--plugins" in sys.argv[1:]:
         module = importlib.import_module(name)
@@ -344,14 +378,18 @@ def main() -> None:
         importlib.import_module("sglang.srt.plugins").load_plugins()
     module = importlib.import_module(name)
     result: dict[str, Any] = {"bare": bare, "backends": []}
-    for backend in probe.find_backends(module):
+    for number, backend in enumerate(probe.find_backends(module)):
         now = probe.classify(backend)
+        found_in = State(bare[number]) if bare else now.state
         result["backends"].append(
             {
                 "name": backend.__qualname__,
                 "state": now.state.value,
                 "why": now.why,
-                "rows": [asdict(row) for row in rows(backend)],
+                "rows": [
+                    {**asdict(row), "mended": mended(row, found_in)}
+                    for row in judged([*rows(backend)], now.state)
+                ],
             }
         )
     print(json.dumps(result))

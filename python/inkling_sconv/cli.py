@@ -145,23 +145,11 @@ def _next(report: dict[str, Any]) -> str:
     if state == "crashing":
         return f"inkling-sconv apply --diff {tree}"
     if state == "untracked":
-        mending = [r["fix"] for r in report["rows"] if r["verdict"] == "broken" and r["fix"]]
-        if mending:
-            return (
-                f"SGLang 0.5.18 or newer, or the plugin: it makes {', '.join(mending)} unless "
-                f"{plugin.FIXES_VARIABLE} leaves them out; apply edits no runner"
-            )
         return (
-            "SGLang 0.5.18 or newer; apply --inert-fill brings the method's half, not the runner's"
+            "SGLang 0.5.18 or newer, or the plugin, which mends the runner; apply --inert-fill "
+            "brings the method's half, not the runner's"
         )
     return "read the broken rows: apply knows no edit for them"
-
-
-def _mended(row: dict[str, Any]) -> str:
-    """Which fix mends a row that does not hold; empty where none does."""
-    if row["verdict"] == "holds" or not row["fix"]:
-        return ""
-    return f"; mended by {row['fix']} ({plugin.FIXES_VARIABLE})"
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -172,7 +160,8 @@ def _show(report: dict[str, Any]) -> None:
             table.add_column(heading, overflow="fold")
         for row in report["rows"]:
             verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + _mended(row)))
+            seen = "; ".join(filter(None, (row["seen"], row["mended"])))
+            table.add_row(verdict, row["asked"], row["change"], Text(seen))
         console.print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:

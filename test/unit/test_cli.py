@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import releases
 import variants
-from inkling_sconv import cli, source
+from inkling_sconv import checks, cli, source
 from inkling_sconv.source import Shape
 from test_fixes import ALL, HARMS
 from test_releases import CLASS, STATES
@@ -140,9 +140,17 @@ def test_doctor(driven, tree, tmp_path):
     assert lines[-1].startswith("next: ")
     assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "nothing") in lines[-1]
     table = re.sub(r"\W+", "", shown.stdout)
-    for name in ALL:
-        named = re.sub(r"\W+", "", f"mended by {name} (INKLING_SCONV_FIXES)")
-        assert (named in table) == (name in HARMS[tree])
+    for name in HARMS[tree]:
+        (mended,) = (row["mended"] for row in report["rows"] if row["fix"] == name)
+        assert re.sub(r"\W+", "", mended) in table
+        assert mended == (
+            f"the plugin mends it, unless INKLING_SCONV_FIXES leaves {name} out"
+            if state in ("untracked", "crashing")
+            else f"mended by INKLING_SCONV=fast INKLING_SCONV_FIXES={name}"
+            if state == "guarded" and name == "draft-checkpoint"
+            else f"mended by INKLING_SCONV_FIXES={name}"
+        )
+    assert {row["fix"] for row in report["rows"] if row["mended"]} == {*HARMS[tree]}
 
     static = json.loads(run("doctor", "--static", "--json", root).stdout)
     assert static["state"] == state and static["exit"] == report["exit"]
@@ -196,13 +204,18 @@ def test_doctor_of_the_installed_sglang(tmp_path):
 def test_doctor_of_an_installed_sglang_that_the_fixes_are_for():
     root = releases.release("0.5.17")
     fixed = set()
-    for value in (",".join(ALL), "none"):
+    # By default all of them: then the runner's captures have metadata, and the method's own need of
+    # it is no harm.
+    for value, code in (("", 0), ("none", 1), ("prefill-rows", 1), ("prefill-tracking", 1)):
         environment = releases.environment(root, "0.5.17", INKLING_SCONV_FIXES=value)
         done = inkling("doctor", "--json", **environment)
         report = json.loads(done.stdout)
-        # What is left is the method's own: its captures record no scatter.
-        assert report["state"] == "untracked" and done.returncode == 1
-        fixed ^= {row["fix"] for row in report["rows"] if row["fix"] and row["verdict"] == "holds"}
+        assert report["state"] == "untracked" and done.returncode == report["exit"] == code
+        verdicts = {row["asked"]: row["verdict"] for row in report["rows"]}
+        tracked = value in ("", "prefill-tracking")
+        assert verdicts[checks.SCATTER] == ("limit" if tracked else "broken")
+        if value in ("", "none"):
+            fixed ^= {r["fix"] for r in report["rows"] if r["fix"] and r["verdict"] == "holds"}
     assert fixed == set(ALL)
 
 

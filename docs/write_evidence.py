@@ -25,6 +25,7 @@ SERVERS = {
     "mtp-plugin": "crashing fork, plugin, MTP",
     "mtp-applied": "crashing fork after `inkling-sconv apply`, plugin off, MTP",
     "mtp-installed": "as published, plugin, MTP",
+    "mtp-lazy": "as published, plugin, MTP, `extra_buffer_lazy`",
     "mtp-fast": "as published, `INKLING_SCONV=fast`, MTP",
     "prefill-extra-buffer": "as published, plugin, full prefill graph",
     "prefill-extra-buffer-lazy": "as published, plugin, full prefill graph, `extra_buffer_lazy`",
@@ -39,6 +40,7 @@ STEPS_OF = {
     "mtp-without-draft-window": "as published, `draft-checkpoint`: what SGLang keeps since 0.5.22",
     "mtp-zeroed-draft-state": "as published, both, with zeros for the checkpoint",
     "mtp-installed": "as published, plugin",
+    "mtp-lazy": "as published, plugin, `extra_buffer_lazy`",
     "mtp-plugin": "crashing fork, plugin",
     "mtp-fast": "as published, `INKLING_SCONV=fast`, both",
 }
@@ -54,6 +56,7 @@ FACTS = {
     "kl_multiturn_utils": "SGLang's `kl_multiturn_utils`",
 }
 NOT_RUN = (
+    "`TestLazy`, the cases of `TestInstalled` with `extra_buffer_lazy`: newer than the run.",
     "Every other SGLang than the one above. `TestInstalled` and `TestFast` run on any.",
     "B200, four GPUs, tensor parallelism: the fused all-reduce path reads the same indices.",
     "SGLang's own Inkling suites, which need a checkpoint that is not public.",

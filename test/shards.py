@@ -38,8 +38,9 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestInstalled",
         f"{MTP}::TestDraftExtendForms",
     ),
-    # 200
+    # 200, without the first
     3: (
+        f"{MTP}::TestLazy",
         f"{PREFILL}::TestExtraBuffer",
         f"{PREFILL}::TestExtraBufferLazy",
         f"{PREFILL}::TestWithoutFixes",

@@ -25,7 +25,7 @@ from inkling_sconv.tree import find
 from sglang.test.ci.ci_register import register_cuda_ci
 from torch import Tensor
 
-register_cuda_ci(est_time=1800, stage="base-b", runner_config="1-gpu-large")
+register_cuda_ci(est_time=2000, stage="base-b", runner_config="1-gpu-large")
 
 CRASH = "AttributeError: 'NoneType' object has no attribute 'shape'"
 KL_THRESHOLD = 1e-9
@@ -43,10 +43,10 @@ def fork_reason() -> str | None:
     return "draft-extend is exempt in this SGLang" if shape is source.Shape.EXEMPT else None
 
 
-def server(name: str, environment: dict[str, str]) -> Server:
-    options = (*BASE_OPTIONS, *MTP_OPTIONS)
+def server(name: str, environment: dict[str, str], *options: str) -> Server:
     log = harness.LOGS / f"server-{name}.log"
-    return Server(harness.checkpoint(), options, log, environment=environment)
+    everything = (*BASE_OPTIONS, *MTP_OPTIONS, *options)
+    return Server(harness.checkpoint(), everything, log, environment=environment)
 
 
 @unittest.skipIf(fork_reason(), fork_reason() or "")
@@ -97,6 +97,7 @@ class MtpIsExact:
     """Cases for one server, which ``start`` gives."""
 
     name: str
+    options: tuple[str, ...] = ()
     keeps_draft_checkpoints = False
     """Where they are not kept, the draft may start from another window than a cold one."""
 
@@ -107,7 +108,7 @@ class MtpIsExact:
     @classmethod
     def setUpClass(cls) -> None:
         cls.stack = contextlib.ExitStack()
-        cls.server = cls.stack.enter_context(server(cls.name, cls.environment()))
+        cls.server = cls.stack.enter_context(server(cls.name, cls.environment(), *cls.options))
         # Fixes may be on by default, or by a variable of whoever runs this.
         if all(made(cls.server, fix) for fix in DRAFT_FIXES):
             cls.keeps_draft_checkpoints = True
@@ -251,6 +252,18 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
     """The SGLang that is installed, with whatever plugins it has."""
 
     name = "installed"
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        return {}
+
+
+@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+class TestLazy(MtpIsExact, unittest.TestCase):
+    """Like ``TestInstalled``; a request has its second checkpoint slot near boundaries only."""
+
+    name = "lazy"
+    options = ("--mamba-radix-cache-strategy=extra_buffer_lazy",)
 
     @classmethod
     def environment(cls) -> dict[str, str]:

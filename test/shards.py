@@ -57,12 +57,15 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestWithoutBoundaryFix",
         f"{MTP}::TestMutants",
     ),
-    # 1216 with 20,000 requests, of which 825 are the load. The second class asks what the first
-    # was answered.
+    # 1216 with 20,000 requests, of which 825 are the load. The second class asks what the first was
+    # answered.
     5: (f"{INKLING}/test_inkling_soak.py",),
 }
-# Runs while the others do: it is one server, and looks at the memory of that one alone.
+# Runs while the others do. It is one server, and looks at the GPU memory of that one alone; where
+# the driver names no processes it cannot, and says so.
 BESIDE = 5
+MARK = "INKLING_SCONV_PART"
+STOP_SECONDS = 60
 NEEDED = (
     "aiohttp",
     "hypothesis",
@@ -128,7 +131,7 @@ def counts(junit: Path) -> tuple[str, int, int, int] | None:
 
 
 class Part:
-    """One part while it runs: pytest in a process of its own, which ends the servers it started."""
+    """One part while it runs: pytest in a process group of its own."""
 
     def __init__(
         self, number: int, tests: Sequence[str], about: str, logs: Path, root: Path, output: Any
@@ -139,10 +142,20 @@ class Part:
         self.start = time.monotonic()
         options = ("-v", f"--junit-xml={self.junit}", "-o", f"junit_suite_name={about}")
         command = [sys.executable, "-m", "pytest", *tests, *options, *_at_once(tests)]
-        variables = {**environment(), "INKLING_SCONV_LOGS": str(logs)}
+        mark = f"{os.getpid()}-{number}"
+        self.mark = f"{MARK}={mark}".encode()
+        variables = {**environment(), "INKLING_SCONV_LOGS": str(logs), MARK: mark}
         if output:
             variables["INKLING_SCONV_SOAK_BESIDE"] = "1"
-        self.process = subprocess.Popen(command, cwd=root, env=variables, stdout=output)
+        self.process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            # A terminal's Ctrl-C is for us: a second one would cut pytest's own clean-up short.
+            process_group=0,
+        )
 
     def wait(self) -> bool:
         """Whether it is green, once it has ended; says so."""
@@ -161,10 +174,19 @@ class Part:
         return code == 0 and after is not None and after[1] > 0
 
     def stop(self) -> None:
-        """Interrupt it, and wait until it has ended its servers: they are in other groups."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            self.process.wait()
+        """Interrupt it where it still runs, and leave none of its processes."""
+        if self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        # Servers are in groups of their own, and a pytest-xdist worker may be gone before it ended
+        # them. A scheduler's title overwrites its environment; the leader of its group has none.
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.killpg(os.getpgid(int(process.name)), signal.SIGKILL)
+        self.process.wait()
 
 
 def run(

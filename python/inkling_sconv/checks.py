@@ -335,15 +335,15 @@ def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bo
 
 
 def judged(found: Sequence[Row], state: State) -> list[Row]:
-    """``found``, of a backend in ``state``, as its runners have it.
+    """The rows of a backend in ``state``, with the scatter's as its runner makes it.
 
-    A runner that tracks captures with track metadata, so what a method does without them that
-    gives no indices reaches no graph.
+    Where the runner's captures bring track metadata, what an untracked method does without it
+    reaches no graph.
     """
     tracks = any(row.asked == TRACKING and row.verdict is Verdict.HOLDS for row in found)
     if not (state is State.UNTRACKED and tracks):
         return list(found)
-    seen = "the runner's captures bring metadata; without them there are no indices"
+    seen = "the runner's captures bring metadata; without it there are no indices"
     return [
         replace(row, verdict=Verdict.LIMIT, seen=seen)
         if row.asked == SCATTER and row.verdict is Verdict.BROKEN
@@ -352,15 +352,21 @@ def judged(found: Sequence[Row], state: State) -> list[Row]:
     ]
 
 
-def mended(row: Row, state: State) -> str:
-    """What mends a row that does not hold, in a tree found in ``state``; empty: no fix does."""
-    fix = next((fix for fix in FIXES if fix.name == row.fix), None)
-    if fix is None or row.verdict is Verdict.HOLDS:
+def setting(found: Sequence[Row], state: State) -> str:
+    """The variables with which the plugin mends all rows that a fix is for.
+
+    Empty if it does so by default in a tree of that state, or no such row is left.
+    """
+    left = {row.fix for row in found if row.fix and row.verdict is not Verdict.HOLDS}
+    default = {fix.name for fix in FIXES if state.value in fix.proven}
+    if state is State.UNKNOWN or left <= default:
         return ""
-    if state.value in fix.proven:
-        return f"the plugin mends it, unless {plugin.FIXES_VARIABLE} leaves {fix.name} out"
-    fast = f"{plugin.VARIABLE}=fast " if fix.exempt and state is State.GUARDED else ""
-    return f"mended by {fast}{plugin.FIXES_VARIABLE}={fix.name}"
+    names = [fix for fix in FIXES if fix.name in left | default]
+    fast = state is State.GUARDED and any(fix.exempt for fix in names)
+    return (
+        f"{plugin.VARIABLE}=fast " * fast
+        + f"{plugin.FIXES_VARIABLE}={','.join(fix.name for fix in names)}"
+    )
 
 
 def main() -> None:
@@ -369,27 +375,24 @@ def main() -> None:
     With the argument ``--plugins``, SGLang's plugins are loaded first: what a server would run.
     Another argument is the name of the backend's module in a fork that moved it.
     """
-    bare: list[str] = []
+    bare: dict[str, State] = {}
     name = next((a for a in sys.argv[1:] if not a.startswith("-")), plugin.BACKEND_MODULE)
     if "--plugins" in sys.argv[1:]:
-        module = importlib.import_module(name)
-        found = probe.find_backends(module)
-        bare = [probe.classify(backend).state.value for backend in found]
+        backends = probe.find_backends(importlib.import_module(name))
+        bare = {backend.__qualname__: probe.classify(backend).state for backend in backends}
         importlib.import_module("sglang.srt.plugins").load_plugins()
     module = importlib.import_module(name)
-    result: dict[str, Any] = {"bare": bare, "backends": []}
-    for number, backend in enumerate(probe.find_backends(module)):
-        now = probe.classify(backend)
-        found_in = State(bare[number]) if bare else now.state
+    result: dict[str, Any] = {"bare": [*bare.values()], "backends": []}
+    for backend in probe.find_backends(module):
+        report = probe.classify(backend)
+        found = judged([*rows(backend)], report.state)
         result["backends"].append(
             {
                 "name": backend.__qualname__,
-                "state": now.state.value,
-                "why": now.why,
-                "rows": [
-                    {**asdict(row), "mended": mended(row, found_in)}
-                    for row in judged([*rows(backend)], now.state)
-                ],
+                "state": report.state.value,
+                "why": report.why,
+                "rows": [asdict(row) for row in found],
+                "setting": setting(found, bare.get(backend.__qualname__, report.state)),
             }
         )
     print(json.dumps(result))

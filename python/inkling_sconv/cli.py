@@ -77,6 +77,7 @@ def _static(tree: Tree) -> dict[str, Any]:
         "tree": str(tree.root),
         "how": "from the syntax tree alone; nothing was run",
         "state": found.value,
+        "setting": "",
         "exit": codes.get(found, NEEDS_THE_FIX),
         "rows": [],
     }
@@ -115,6 +116,7 @@ def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
         "backend": worst["name"],
         "state": worst["state"],
         "rows": worst["rows"],
+        "setting": worst["setting"],
         "exit": NEEDS_THE_FIX if broken else HEALTHY,
     }
 
@@ -140,6 +142,9 @@ def _next(report: dict[str, Any]) -> str:
         return f"pip install {module}{which}, or judge without it: {static}"
     if report["exit"] == COULD_NOT_TELL:
         return f"inkling-sconv doctor --static {tree}"
+    setting = report["setting"]
+    if report["exit"] == HEALTHY and setting:
+        return f"nothing: it starts and is safe; for more accepted tokens, {setting}"
     if report["exit"] == HEALTHY:
         return "nothing: it starts and is safe"
     if state == "crashing":
@@ -149,6 +154,8 @@ def _next(report: dict[str, Any]) -> str:
             "SGLang 0.5.18 or newer, or the plugin, which mends the runner; apply --inert-fill "
             "brings the method's half, not the runner's"
         )
+    if setting:
+        return f"set {setting} for servers, or cherry-pick what stands beside the broken rows"
     return "read the broken rows: apply knows no edit for them"
 
 
@@ -160,8 +167,8 @@ def _show(report: dict[str, Any]) -> None:
             table.add_column(heading, overflow="fold")
         for row in report["rows"]:
             verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            seen = "; ".join(filter(None, (row["seen"], row["mended"])))
-            table.add_row(verdict, row["asked"], row["change"], Text(seen))
+            fix = f"; mended by {row['fix']}" if row["fix"] and row["verdict"] != "holds" else ""
+            table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
         console.print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:

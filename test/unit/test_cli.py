@@ -17,6 +17,7 @@ import pytest
 import releases
 import variants
 from inkling_sconv import checks, cli, source
+from inkling_sconv.probe import State
 from inkling_sconv.source import Shape
 from test_fixes import ALL, HARMS
 from test_releases import CLASS, STATES
@@ -140,21 +141,45 @@ def test_doctor(driven, tree, tmp_path):
     assert lines[-1].startswith("next: ")
     assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "nothing") in lines[-1]
     table = re.sub(r"\W+", "", shown.stdout)
-    for name in HARMS[tree]:
-        (mended,) = (row["mended"] for row in report["rows"] if row["fix"] == name)
-        assert re.sub(r"\W+", "", mended) in table
-        assert mended == (
-            f"the plugin mends it, unless INKLING_SCONV_FIXES leaves {name} out"
-            if state in ("untracked", "crashing")
-            else f"mended by INKLING_SCONV=fast INKLING_SCONV_FIXES={name}"
-            if state == "guarded" and name == "draft-checkpoint"
-            else f"mended by INKLING_SCONV_FIXES={name}"
-        )
-    assert {row["fix"] for row in report["rows"] if row["mended"]} == {*HARMS[tree]}
+    for name in ALL:
+        assert (re.sub(r"\W+", "", f"mended by {name}") in table) == (name in HARMS[tree])
+    fast = "INKLING_SCONV=fast " if state == "guarded" else ""
+    by_default = state in ("untracked", "crashing")
+    setting = "" if by_default else f"{fast}INKLING_SCONV_FIXES={','.join(HARMS[tree])}"
+    assert report["setting"] == setting and lines[-1].endswith(setting)
 
     static = json.loads(run("doctor", "--static", "--json", root).stdout)
     assert static["state"] == state and static["exit"] == report["exit"]
     assert "nothing was run" in static["how"]
+
+
+@pytest.mark.parametrize(
+    ("state", "left", "setting"),
+    (
+        ("untracked", ["draft-window"], ""),
+        ("crashing", ["prefill-rows", "draft-state"], ""),
+        (
+            "crashing",
+            ["prefill-tracking"],
+            "INKLING_SCONV_FIXES=prefill-rows,prefill-tracking,draft-checkpoint,draft-window,"
+            "draft-state",
+        ),
+        ("guarded", ["prefill-rows"], "INKLING_SCONV_FIXES=prefill-rows"),
+        (
+            "guarded",
+            ["draft-window", "draft-checkpoint"],
+            "INKLING_SCONV=fast INKLING_SCONV_FIXES=draft-checkpoint,draft-window",
+        ),
+        ("guarded", [], ""),
+        ("unknown", ["prefill-rows"], ""),
+    ),
+)
+def test_the_setting_has_what_is_on_by_default_too(state, left, setting):
+    rows = [
+        checks.Row("", "", checks.Verdict.LIMIT if name in left else checks.Verdict.HOLDS, "", name)
+        for name in [*ALL, ""]
+    ]
+    assert checks.setting(rows, State(state)) == setting
 
 
 def inkling(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import releases
-from test_releases import CLASS, METHODS, NO_FIXES
+from test_releases import CLASS, METHODS, NO_FIXES, by_default, check_log, fixed
 
 
 def crashing_text(*edits: tuple[str, str]) -> str:
@@ -39,7 +39,7 @@ def test_a_fork_that_tracks_another_window_is_left_alone(drive):
     text = crashing_text(
         ("+ chunk_aligned - self.conv_state_len", "+ chunk_aligned - self.conv_state_len - 1")
     )
-    seen = drive("crashing", "early", text=text, **NO_FIXES)
+    seen = drive("crashing", "early", text=text)
     (line,) = seen["log"]
     assert seen["changed"] == [] and "unknown (live batch: window is not the reference's" in line
     assert "left alone. INKLING_SCONV=force replaces the method" in line and "\n" not in line
@@ -53,7 +53,7 @@ def test_a_fork_whose_method_does_more_is_left_alone(drive):
             "        forward_batch.mamba_extra = out.sum()",
         )
     )
-    seen = drive("crashing", "early", text=text, **NO_FIXES)
+    seen = drive("crashing", "early", text=text)
     (line,) = seen["log"]
     assert seen["changed"] == [] and "also sets mamba_extra" in line
 
@@ -62,7 +62,7 @@ def test_a_crash_of_another_kind_is_left_alone(drive):
     text = crashing_text(
         ("        live = min(", "        self.fork_state.shape\n        live = min(")
     )
-    seen = drive("crashing", "early", text=text, **NO_FIXES)
+    seen = drive("crashing", "early", text=text)
     (line,) = seen["log"]
     assert seen["changed"] == [] and "unknown" in line and "fork_state" in line
 
@@ -71,33 +71,40 @@ def test_force_replaces_what_is_not_recognised(drive):
     text = crashing_text(
         ("        live = min(", "        self.fork_state.shape\n        live = min(")
     )
-    seen = drive("crashing", "early", "force", text, **NO_FIXES)
+    seen = drive("crashing", "early", "force", text)
     assert seen["changed"] == METHODS and seen["states"][CLASS]["state"] == "grafted"
 
 
 def test_force_is_taken_back_where_it_does_not_hold(drive):
     text = crashing_text(("_graph_track_conv_indices", "_fork_rows"))
-    seen = drive("crashing", "early", "force", text, **NO_FIXES)
-    assert seen["changed"] == [] and "taken back" in seen["log"][-1]
+    seen = drive("crashing", "early", "force", text)
+    line, *fixes = seen["log"]
+    assert line.startswith("ERROR") and "taken back" in line
+    # The draft's, but for the one that needs a method that leaves draft-extend alone.
+    assert seen["changed"] == sorted(fixed("crashing", "draft-checkpoint"))
+    check_log(fixes, "crashing", "draft-checkpoint")
 
 
 def test_a_file_without_the_method_is_left_alone(drive):
     text = crashing_text(("_refresh_track_conv_indices", "_refresh_windows"))
-    seen = drive("crashing", "early", text=text, **NO_FIXES)
+    seen = drive("crashing", "early", text=text)
     (line,) = seen["log"]
     assert seen["changed"] == [] and "no class" in line and "left alone" in line
 
 
 @pytest.mark.parametrize(
-    ("scenario", "words"),
+    ("scenario", "words", "made"),
     (
-        ("hooked", "already hooked by plugin other"),
-        ("patched", "already replaced by __main__.play.<locals>.<lambda>"),
+        ("hooked", "already hooked by plugin other", by_default("crashing", "draft-checkpoint")),
+        # What is there by then is no crashing method any more.
+        ("patched", "already replaced by __main__.play.<locals>.<lambda>", []),
     ),
 )
 @pytest.mark.parametrize("mode", ("auto", "force"))
-def test_another_plugin_s_method_is_not_stacked_upon(drive, scenario, words, mode):
-    seen = drive("crashing", scenario, mode, **NO_FIXES)
-    (line,) = seen["log"]
+def test_another_plugin_s_method_is_not_stacked_upon(drive, scenario, words, made, mode):
+    seen = drive("crashing", scenario, mode)
+    line, *fixes = seen["log"]
+    assert [name for fix in fixes for name in made if f": {name} (" in fix] == made
+    assert len(fixes) == len(made)
     assert line.startswith("WARNING") and words in line and "SGLANG_PLUGINS" in line
     assert seen["states"][CLASS]["state"] != "grafted"

@@ -152,30 +152,56 @@ def test_a():
         time.sleep(1)
         pathlib.Path("{name}").write_text("cleaned up")
 """
+# A server in a thread, which no interrupt reaches.
+LEAVES_IT = """
+import concurrent.futures, pathlib, subprocess
+def serve():
+    server = subprocess.Popen(["sleep", "120"], start_new_session=True)
+    pathlib.Path("{name}").write_text(str(server.pid))
+    server.wait()
+class TestA:
+    def test_a(self):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            pool.submit(serve).result()
+"""
 
 
-def test_an_interrupt_waits_until_the_servers_are_stopped(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+def interrupted(folder: Path, parts: dict[int, tuple[str, ...]], names: tuple[str, ...]) -> None:
+    """Run ``parts``; Ctrl-C in a terminal once each of ``names`` is there."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    code = f"""
+import pathlib, shards
+folder = pathlib.Path({str(folder)!r})
+shards.STOP_SECONDS = 10
+shards.run({parts!r}, "about", folder, force=False, root=folder)
+"""
+    variables = {**os.environ, "PYTHONPATH": str(shards.ROOT / "test")}
+    process = subprocess.Popen([sys.executable, "-c", code], env=variables, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not all((folder / name).exists() and (folder / name).read_text() for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) != 0
+
+
+def test_an_interrupt_waits_for_the_clean_up(tmp_path):
     names = ("one", "soak")
     for name in names:
         (tmp_path / f"test_{name}.py").write_text(CLEANS_UP.format(name=name))
-    parts = {1: ("test_one.py",), shards.BESIDE: ("test_soak.py",)}
-    code = f"""
-import pathlib, shards
-folder = pathlib.Path({str(tmp_path)!r})
-shards.run({parts!r}, "about", folder, force=False, root=folder)
-"""
-    test = str(shards.ROOT / "test")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": test}, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / name).exists() for name in names):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    interrupted(tmp_path, {1: ("test_one.py",), shards.BESIDE: ("test_soak.py",)}, names)
     assert [(tmp_path / name).read_text() for name in names] == ["cleaned up"] * 2
+
+
+def test_an_interrupt_leaves_no_server(tmp_path):
+    names = ("one", "two")
+    for name in names:
+        (tmp_path / f"test_{name}.py").write_text(LEAVES_IT.format(name=name))
+    interrupted(tmp_path, {1: tuple(f"test_{name}.py::TestA" for name in names)}, names)
+    for name in names:
+        stat = Path("/proc") / (tmp_path / name).read_text() / "stat"
+        # Where process 1 is no init, a killed one stays as a zombie.
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_half_a_junit_file_is_none(run, tmp_path):

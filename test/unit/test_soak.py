@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -414,3 +415,25 @@ def test_gpu_memory_is_the_server_s_own(tmp_path, monkeypatch, printed, own):
 def test_gpu_memory_without_the_driver_s_tool(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert test_inkling_soak.own_gpu_bytes(SimpleNamespace(processes=dict)) is None
+
+
+@pytest.mark.parametrize(
+    ("of", "beside", "outcome"),
+    (
+        ("the server", True, "failed"),
+        ("the device", False, "failed"),
+        ("the device", True, "skipped"),
+    ),
+)
+def test_gpu_memory_is_not_judged_where_it_is_others_too(monkeypatch, of, beside, outcome):
+    monkeypatch.setattr(test_inkling_soak, "BESIDE", beside)
+    monkeypatch.setitem(test_inkling_soak.FIGURES, "gpu of", of)
+    test = test_inkling_soak.TestSoak("test_memory_is_flat")
+    flat, growing = [2**30] * 20, [n * 2**30 for n in range(1, 21)]
+    test.soak = SimpleNamespace(gpu=growing, resident=flat)
+    with pytest.raises(unittest.SkipTest if outcome == "skipped" else AssertionError, match="GPU"):
+        test.test_memory_is_flat()
+    # Its own memory is judged in any case.
+    test.soak = SimpleNamespace(gpu=flat, resident=growing)
+    with pytest.raises(AssertionError, match="resident"):
+        test.test_memory_is_flat()

@@ -103,7 +103,6 @@ class TestExtraBuffer(IsExact, unittest.TestCase):
 
 @unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
 class TestExtraBufferLazy(IsExact, unittest.TestCase):
-    # Not with MTP: SGLang refuses that combination.
     name = "extra-buffer-lazy"
     options = ("--mamba-radix-cache-strategy=extra_buffer_lazy",)
 

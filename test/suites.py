@@ -20,7 +20,10 @@ SUITES = (
     "test_inkling.py",
     "test_inkling_small_nvfp4.py",
 )
-MODEL = "INKLING_TEST_MODEL_PATH"
+MODEL, REVISION = "INKLING_TEST_MODEL_PATH", "INKLING_TEST_MODEL_REVISION"
+TINY = (
+    "tiny: a case that sends token ids above 2047, or asks for other than 48 prompts, fails on it"
+)
 
 
 class NoRunError(RuntimeError):
@@ -74,9 +77,12 @@ def run(folder: Path, variables: Mapping[str, str], logs: Path) -> int:
         raise NoRunError(f"{folder / 'test'} has none of the suites")
     env = environment(folder, variables)
     with contextlib.ExitStack() as stack:
+        note = ""
         if not env.get(MODEL):
-            env[MODEL] = str(_checkpoint(stack, env))
-        print(f"checkpoint: {env[MODEL]}", flush=True)
+            # A folder has no revisions.
+            env |= {MODEL: str(_checkpoint(stack, env)), REVISION: ""}
+            note = f", {TINY}"
+        print(f"checkpoint: {env[MODEL]}{note}", flush=True)
         lines = [
             _outcome(folder, file, env, logs / f"upstream-{file.stem}-{place}.xml")
             for files in found.values()

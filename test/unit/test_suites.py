@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import shards
 import suites
+from inkling_sconv import tiny
 from test_shards import make
 
 BITEXACT, INKLING, SMALL = suites.SUITES
@@ -17,7 +18,8 @@ PASSES = """
 import os, json, pathlib, sglang, inkling_sconv
 
 def test_it():
-    seen = {name: os.environ.get(name) for name in ("INKLING_TEST_MODEL_PATH", "INKLING_SCONV")}
+    names = ("INKLING_TEST_MODEL_PATH", "INKLING_TEST_MODEL_REVISION", "INKLING_SCONV")
+    seen = {name: os.environ.get(name) for name in names}
     model = pathlib.Path(seen["INKLING_TEST_MODEL_PATH"])
     seen["config"] = (model / "config.json").is_file()
     seen["sglang"], seen["ours"] = sglang.__file__, inkling_sconv.__file__
@@ -73,6 +75,9 @@ def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
     (line,) = said(lines, "passed")
     assert "1 passed, 0 failed, 0 skipped" in line
     assert seen["config"] and seen["INKLING_SCONV"] == "auto"
+    assert seen["INKLING_TEST_MODEL_REVISION"] == ""
+    (line,) = said(lines, "checkpoint")
+    assert f"above {tiny.VOCABULARY - 1}" in line
     assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
     assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")
     # The checkpoint and its prompts were for this run.
@@ -85,6 +90,7 @@ def test_the_user_s_checkpoint_is_used_and_kept(run, tmp_path):
     code, lines, seen = run({INKLING: PASSES}, INKLING_TEST_MODEL_PATH=str(tmp_path))
     assert code == 0 and f"checkpoint: {tmp_path}" in lines
     assert seen["INKLING_TEST_MODEL_PATH"] == str(tmp_path)
+    assert seen["INKLING_TEST_MODEL_REVISION"] is None
     assert (tmp_path / "config.json").is_file() and not (tmp_path / "prompts").exists()
 
 

@@ -121,6 +121,9 @@ DECIDED: dict[str, tuple[str, str]] = {
     "none is a name": ('- {"", "none"}', '- {""}'),
     "an unknown name is silent": ("if unknown := names.difference(known):", "if unknown := set():"),
     "on the default device": ('with torch.device("cpu"):', "if True:"),
-    "empty is none": ("    if not value:\n", "    if VARIABLE not in os.environ:\n"),
+    "empty is none": (
+        '    if not os.environ.get(VARIABLE, "").strip():\n',
+        "    if VARIABLE not in os.environ:\n",
+    ),
 }
 """Seen in which fixes are made where, and in what is said."""

@@ -11,7 +11,7 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from inkling_sconv import plugin, probe, runners
-from inkling_sconv.fixes import FIXES
+from inkling_sconv.fixes import FIXES, named
 from inkling_sconv.probe import Rig, State
 
 GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
@@ -352,16 +352,17 @@ def judged(found: Sequence[Row], state: State) -> list[Row]:
     ]
 
 
-def setting(found: Sequence[Row], state: State) -> str:
+def setting(found: Sequence[Row], state: State, asked: Set[str] = frozenset()) -> str:
     """The variables with which the plugin mends all rows that a fix is for.
 
-    Empty if it does so by default in a tree of that state, or no such row is left.
+    Empty if it does so by default in a tree of that state, or no such row is left. ``asked`` are
+    the fixes that are named already.
     """
     left = {row.fix for row in found if row.fix and row.verdict is not Verdict.HOLDS}
     default = {fix.name for fix in FIXES if state.value in fix.proven}
     if state is State.UNKNOWN or left <= default:
         return ""
-    names = [fix for fix in FIXES if fix.name in left | default]
+    names = [fix for fix in FIXES if fix.name in left | default | asked]
     fast = state is State.GUARDED and any(fix.exempt for fix in names)
     return (
         f"{plugin.VARIABLE}=fast " * fast
@@ -392,7 +393,11 @@ def main() -> None:
                 "state": report.state.value,
                 "why": report.why,
                 "rows": [asdict(row) for row in found],
-                "setting": setting(found, bare.get(backend.__qualname__, report.state)),
+                "setting": setting(
+                    found,
+                    bare.get(backend.__qualname__, report.state),
+                    named() if bare else frozenset(),
+                ),
             }
         )
     print(json.dumps(result))

@@ -127,7 +127,31 @@ def _plugin_state() -> str:
         return "its entry point is missing: pip install sglang-inkling-sconv"
     if not plugin.is_allowed():
         return f"kept out by SGLANG_PLUGINS; add {plugin.PLUGIN} to it"
-    return f"loaded by servers, {plugin.VARIABLE}={os.environ.get(plugin.VARIABLE) or 'auto'}"
+    values = {plugin.VARIABLE: "auto", plugin.FIXES_VARIABLE: "", plugin.DRAFT_EXTEND_VARIABLE: ""}
+    values = {name: os.environ.get(name) or value for name, value in values.items()}
+    return "loaded by servers, " + ", ".join(f"{n}={value}" for n, value in values.items() if value)
+
+
+def _advice(report: dict[str, Any]) -> str:
+    """What to change of the environment for the plugin to mend every row that a fix is for."""
+    left = {row["fix"] for row in report["rows"] if row["fix"] and row["verdict"] != "holds"}
+    if not left:
+        return ""
+    unset = []
+    # A tree that was named is asked without plugins: no variable has kept it from being mended.
+    if "plugin" in report:
+        variables = (plugin.VARIABLE, plugin.FIXES_VARIABLE, plugin.DRAFT_EXTEND_VARIABLE)
+        mode, fixes, form = (os.environ.get(name, "").strip().lower() for name in variables)
+        hindering = {
+            "SGLANG_PLUGINS": not plugin.is_allowed(),
+            plugin.VARIABLE: mode == "off",
+            plugin.FIXES_VARIABLE: fixes and not report["setting"],
+            plugin.DRAFT_EXTEND_VARIABLE: form == "inert" and "draft-checkpoint" in left,
+        }
+        unset = [name for name, hinders in hindering.items() if hinders]
+    steps = [f"unset {' and '.join(unset)}"] if unset else []
+    steps += [f"set {report['setting']}"] if report["setting"] else []
+    return ", ".join(steps)
 
 
 def _next(report: dict[str, Any]) -> str:
@@ -142,20 +166,23 @@ def _next(report: dict[str, Any]) -> str:
         return f"pip install {module}{which}, or judge without it: {static}"
     if report["exit"] == COULD_NOT_TELL:
         return f"inkling-sconv doctor --static {tree}"
-    setting = report["setting"]
-    if report["exit"] == HEALTHY and setting:
-        return f"nothing: it starts and is safe; for more accepted tokens, {setting}"
+    advice = _advice(report)
+    if report["exit"] == HEALTHY and advice:
+        return f"it starts and is safe; for more accepted tokens (docs/fixes.md), {advice}"
     if report["exit"] == HEALTHY:
         return "nothing: it starts and is safe"
     if state == "crashing":
-        return f"inkling-sconv apply --diff {tree}"
+        apply = f"inkling-sconv apply --diff {tree}"
+        return f"{advice}, or {apply}" if advice and "plugin" in report else apply
+    if state == "untracked" and advice:
+        return advice
     if state == "untracked":
         return (
             "SGLang 0.5.18 or newer, or the plugin, which mends the runner; apply --inert-fill "
             "brings the method's half, not the runner's"
         )
-    if setting:
-        return f"set {setting} for servers, or cherry-pick what stands beside the broken rows"
+    if advice:
+        return f"{advice} for servers, or cherry-pick what stands beside the broken rows"
     return "read the broken rows: apply knows no edit for them"
 
 
@@ -172,7 +199,8 @@ def _show(report: dict[str, Any]) -> None:
         console.print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:
-            print(f"{limits} limits: known, and harmless to what the server answers")
+            limit = "limit" if limits == 1 else "limits"
+            print(f"{limits} {limit}: known, and harmless to what the server answers")
     if "plugin" in report:
         print(f"plugin: {report['plugin']}")
     why = f" ({report['why']})" if "why" in report else ""
@@ -221,7 +249,7 @@ def apply(
             )
             _fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
         print(f"state: {report['state']}")
-        print(f"next: git diff; commit it, or: inkling-sconv export {tree.root}; undo: revert")
+        print("next: git diff; commit it; undo: revert")
 
 
 @app.command()

@@ -216,18 +216,23 @@ def await_runners(
                 log(
                     logging.WARNING,
                     f"{fix.name}: the refresh overwrites its slots in draft-extend; left alone. "
-                    "INKLING_SCONV=fast replaces the refresh.",
+                    "It takes INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset.",
                 )
             continue
         wrapt.register_post_import_hook(functools.partial(_mend, fix, log), fix.module)
 
 
+def named() -> set[str]:
+    """Names in ``INKLING_SCONV_FIXES``, whether there are such fixes or not."""
+    names = os.environ.get(VARIABLE, "").split(",")
+    return {name.strip().lower() for name in names} - {"", "none"}
+
+
 def _asked(log: Callable[[int, str], None]) -> set[str] | None:
-    """Names in ``INKLING_SCONV_FIXES``; None where it is not set, or empty."""
-    value = os.environ.get(VARIABLE, "").strip()
-    if not value:
+    """Fixes that ``INKLING_SCONV_FIXES`` names; None where it is not set, or empty."""
+    if not os.environ.get(VARIABLE, "").strip():
         return None
-    names = {name.strip().lower() for name in value.split(",")} - {"", "none"}
+    names = named()
     known = [fix.name for fix in FIXES]
     if unknown := names.difference(known):
         log(

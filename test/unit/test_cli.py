@@ -139,7 +139,7 @@ def test_doctor(driven, tree, tmp_path):
     lines = shown.stdout.splitlines()
     assert f"state: {state}, driven on CPU tensors" in lines
     assert lines[-1].startswith("next: ")
-    assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "nothing") in lines[-1]
+    assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "is safe") in lines[-1]
     table = re.sub(r"\W+", "", shown.stdout)
     for name in ALL:
         assert (re.sub(r"\W+", "", f"mended by {name}") in table) == (name in HARMS[tree])
@@ -180,6 +180,59 @@ def test_the_setting_has_what_is_on_by_default_too(state, left, setting):
         for name in [*ALL, ""]
     ]
     assert checks.setting(rows, State(state)) == setting
+    # What is named already is named again.
+    if state == "guarded" and left:
+        assert checks.setting(rows, State(state), {"draft-state"}) == f"{setting},draft-state"
+
+
+@pytest.mark.parametrize(
+    ("setting", "left", "variables", "installed", "named"),
+    (
+        ("", [], {"INKLING_SCONV": "off"}, "", ""),
+        ("", ["draft-window"], {}, "", ""),
+        ("", ["draft-window"], {"INKLING_SCONV_FIXES": "none"}, "unset INKLING_SCONV_FIXES", ""),
+        (
+            "",
+            ["draft-checkpoint"],
+            {"INKLING_SCONV_DRAFT_EXTEND": "Inert"},
+            "unset INKLING_SCONV_DRAFT_EXTEND",
+            "",
+        ),
+        ("", ["draft-window"], {"INKLING_SCONV_DRAFT_EXTEND": "inert"}, "", ""),
+        (
+            "A=b",
+            ["draft-window"],
+            {"INKLING_SCONV_FIXES": "draft-checkpoint"},
+            "set A=b",
+            "set A=b",
+        ),
+        (
+            "A=b",
+            ["draft-window"],
+            {"INKLING_SCONV": "off", "SGLANG_PLUGINS": "other"},
+            "unset SGLANG_PLUGINS and INKLING_SCONV, set A=b",
+            "set A=b",
+        ),
+    ),
+)
+def test_the_last_line_of_doctor(monkeypatch, setting, left, variables, installed, named):
+    for name in ("INKLING_SCONV", "INKLING_SCONV_FIXES", "INKLING_SCONV_DRAFT_EXTEND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    rows = [{"fix": name, "verdict": "limit" if name in left else "holds"} for name in ALL]
+    report = {"state": "guarded", "tree": "T", "exit": 0, "rows": rows, "setting": setting}
+    for more, advice in (({"plugin": "loaded"}, installed), ({}, named)):
+        nothing = "nothing: it starts and is safe"
+        safe = f"it starts and is safe; for more accepted tokens (docs/fixes.md), {advice}"
+        assert cli._next({**report, **more}) == (safe if advice else nothing)
+    # A tree that was named is not mended by variables, if an edit mends it.
+    crashing = {**report, "state": "crashing", "exit": 1}
+    apply = "inkling-sconv apply --diff T"
+    assert cli._next(crashing) == apply
+    assert cli._next({**crashing, "plugin": ""}) == (
+        f"{installed}, or {apply}" if installed else apply
+    )
 
 
 def inkling(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -222,7 +275,9 @@ def test_doctor_of_the_installed_sglang(tmp_path):
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["tree"] == str(root)
     assert report["state"] == "grafted" and report["bare"] == "crashing"
-    assert report["plugin"] == "loaded by servers, INKLING_SCONV=auto"
+    assert report["plugin"] == (
+        f"loaded by servers, INKLING_SCONV=auto, INKLING_SCONV_FIXES={','.join(ALL)}"
+    )
     assert {row["fix"] for row in report["rows"] if row["verdict"] == "holds"} >= set(ALL)
 
 
@@ -329,9 +384,7 @@ def test_apply_and_revert(driven, checkout):
 
     applied = run("apply", checkout)
     assert applied.exit_code == 0 and "state: guarded" in applied.stdout
-    assert applied.stdout.splitlines()[-1].startswith(
-        "next: git diff; commit it, or: inkling-sconv"
-    )
+    assert applied.stdout.splitlines()[-1] == "next: git diff; commit it; undo: revert"
     assert git(checkout, "status", "--porcelain") == f" M {NAME}\n"
     assert run("doctor", checkout).exit_code == 0
 

@@ -136,7 +136,7 @@ def test_checkpoints_need_a_refresh_that_leaves_draft_extend_alone(drive, tree):
     seen = drive(tree, "mended", INKLING_SCONV_FIXES=CHECKPOINT)
     assert said(seen) == [
         f"{CHECKPOINT}: the refresh overwrites its slots in draft-extend; left alone. "
-        "INKLING_SCONV=fast replaces the refresh."
+        "It takes INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset."
     ]
     assert seen["changed"] == [] and seen["harms"][CHECKPOINT]
     seen = drive(tree, "mended", "fast", INKLING_SCONV_FIXES=CHECKPOINT)
@@ -404,7 +404,7 @@ def choices(subject: Any) -> dict[str, Any]:
 def choices_expected() -> dict[str, Any]:
     left = (
         f"{NEEDY}: the refresh overwrites its slots in draft-extend; left alone. "
-        "INKLING_SCONV=fast replaces the refresh."
+        "It takes INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset."
     )
     unknown = (
         "INKLING_SCONV_FIXES: no fix is called banana, pear; there are steady, needy, rare, "

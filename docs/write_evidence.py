@@ -147,10 +147,17 @@ def median(values: list[float]) -> str:
     return f"{statistics.median(values):.2f}"
 
 
+def half_spread(values: list[float]) -> float:
+    """Half the distance of the quartiles; 0 of a single value."""
+    low, _, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    )
+    return (high - low) / 2
+
+
 def median_and_spread(values: list[float]) -> str:
     """The median, and in brackets half the distance of the quartiles."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{median(values)} ({(high - low) / 2:.2f})"
+    return f"{median(values)} ({half_spread(values):.2f})"
 
 
 def targets() -> Iterator[str]:
@@ -175,18 +182,12 @@ def bench() -> Iterator[tuple[str, ...]]:
     for what in of["exempt"]:
         # Start-up and rates of the earlier record: other servers were on the GPU.
         cells = (
-            "-" if name == "inert" and "launches" not in what else spread(figures[what])
+            "-"
+            if name == "inert" and "launches" not in what
+            else f"{statistics.median(figures[what]):.4g} ({half_spread(figures[what]):.3g})"
             for name, figures in of.items()
         )
         yield what.strip(), *cells
-
-
-def spread(values: list[float]) -> str:
-    """The median of figures of any size, and in brackets half the distance of the quartiles."""
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
-    )
-    return f"{middle:.4g} ({(high - low) / 2:.3g})"
 
 
 def designs() -> Iterator[str]:

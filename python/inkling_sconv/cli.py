@@ -132,9 +132,14 @@ def _plugin_state() -> str:
     return "loaded by servers, " + ", ".join(f"{n}={value}" for n, value in values.items() if value)
 
 
+def _fix_for(row: dict[str, Any]) -> str:
+    """The fix that mends a row that does not hold; empty where none does."""
+    return "" if row["verdict"] == "holds" else row["fix"]
+
+
 def _advice(report: dict[str, Any]) -> str:
     """What to change of the environment for the plugin to mend every row that a fix is for."""
-    left = {row["fix"] for row in report["rows"] if row["fix"] and row["verdict"] != "holds"}
+    left = {*map(_fix_for, report["rows"])} - {""}
     if not left:
         return ""
     unset = []
@@ -174,10 +179,8 @@ def _next(report: dict[str, Any]) -> str:
     if state == "crashing":
         apply = f"inkling-sconv apply --diff {tree}"
         return f"{advice}, or {apply}" if advice and "plugin" in report else apply
-    if state == "untracked" and advice:
-        return advice
     if state == "untracked":
-        return (
+        return advice or (
             "SGLang 0.5.18 or newer, or the plugin, which mends the runner; apply --inert-fill "
             "brings the method's half, not the runner's"
         )
@@ -194,7 +197,7 @@ def _show(report: dict[str, Any]) -> None:
             table.add_column(heading, overflow="fold")
         for row in report["rows"]:
             verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            fix = f"; mended by {row['fix']}" if row["fix"] and row["verdict"] != "holds" else ""
+            fix = f"; mended by {_fix_for(row)}" if _fix_for(row) else ""
             table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
         console.print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])

@@ -9,13 +9,16 @@ fast                the fork after ``apply`` and ``INKLING_SCONV=fast``
 checkpoints         exempt, with the fixes ``draft-checkpoint`` and ``draft-window``
 installed           (``--installed``) the installed SGLang as it is, plugin off
 
-Each gets a server of its own, one after the other; a round begins with another one. Figures are
-medians with half the distance of the quartiles. Whose they are:
+Each gets a server of its own, one after the other; a round begins with another one. On a host that
+others use, minutes are too far apart for a figure of the host's: with ``--turns`` all servers run,
+and are asked in turns. Figures are medians with half the distance of the quartiles.
+Whose they are:
 
 start-up            from the start of the process to the first healthy answer. Whoever is first
                     compiles for the others where caches are cold: see ``--rounds``
 first token, tokens/s   SGLang's own client, ``sglang.benchmark.serving``, on an emptied cache
 per decode step     SGLang's own ``/start_profile``, the torch profiler: kernels, copies and fills
+in turns            this script's clock: an answer's time by its verifications, on an emptied cache
 
 Equality is to the bit, each contender against the first: output tokens, tokens per decode step,
 the histogram of accepted drafts, target logprobs; on an empty cache, and on prefixes that decoding
@@ -24,6 +27,7 @@ draft's checkpoints are kept, other drafts are accepted on a cached prefix: that
 
     python benchmark/bench_server.py --quick --contenders exempt faithful --json out.json
     python benchmark/bench_server.py --earlier out.json --contenders fast --json all.json
+    python benchmark/bench_server.py --turns 50 --contenders exempt checkpoints --json turns.json
     python benchmark/bench_server.py --earlier all.json --contenders --plot out.svg   # no GPU
 
 Exit 0: all was measured, and nothing differs; 1: something differs, or a server failed; 2: this
@@ -316,8 +320,7 @@ def measure(
     Raises:
         ServerError: as ``Server``.
     """
-    stem = contender.name.replace(" ", "-")
-    log = options.log_dir / f"server-{stem}.log"
+    log = options.log_dir / f"server-{stem(contender)}.log"
     start = time.perf_counter()
     running = Server(
         model, (*BASE_OPTIONS, *MTP_OPTIONS), log, environment=contender.environment, **server
@@ -341,7 +344,9 @@ def measure(
         # Last: once started, the profiler's hooks stay in the server.
         for batch in options.batches:
             say(f"{contender.name}: {PROFILED_STEPS} decode steps of {requests(batch)}, profiled")
-            folder = tempfile.mkdtemp(prefix=f"trace-{stem}-{batch}-", dir=options.log_dir)
+            folder = tempfile.mkdtemp(
+                prefix=f"trace-{stem(contender)}-{batch}-", dir=options.log_dir
+            )
             try:
                 steps = profiled(running, vocabulary, batch, Path(folder))
             except TraceError as error:
@@ -371,7 +376,7 @@ def timed(
     Raises:
         ClientError: as ``client``.
     """
-    log = options.log_dir / f"client-{contender.name.replace(' ', '-')}.log"
+    log = options.log_dir / f"client-{stem(contender)}.log"
     for length in FIRST_TOKEN_LENGTHS:
         say(f"{contender.name}: first tokens of {FIRST_TOKEN_REQUESTS} prompts of {length}")
         # SGLang's client takes the first text for the first token. A tiny vocabulary has single
@@ -401,6 +406,87 @@ def timed(
             )
             figure = f"output tokens/s, {requests(batch)} at once"
             result.add(figure, measured["output_throughput"])
+
+
+def in_turns(
+    entrants: Sequence[Contender],
+    results: dict[str, Result],
+    model: Path,
+    vocabulary: int,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+    **server: Any,
+) -> None:
+    """Servers of all entrants, and the same answers of each in turns; adds to ``results``.
+
+    Every other turn goes backwards.
+    """
+    running: dict[str, Server] = {}
+
+    def failed(name: str, error: ServerError) -> None:
+        results[name].error = str(error)
+        say(f"{name}: failed: {error}")
+
+    with contextlib.ExitStack() as stack:
+        for entrant in entrants:
+            say(f"{entrant.name}: starting a server")
+            log = options.log_dir / f"server-{stem(entrant)}.log"
+            one = Server(
+                model,
+                (*BASE_OPTIONS, *MTP_OPTIONS),
+                log,
+                environment=entrant.environment,
+                **server,
+            )
+            try:
+                running[entrant.name] = stack.enter_context(one)
+            except ServerError as error:
+                failed(entrant.name, error)
+            else:
+                results[entrant.name].plugin = said(log)
+        # What is compiled at a first use is no step's: turn 0 gives the answers to compare.
+        for turn in range(options.turns + 1):
+            for name in [*running][:: -1 if turn % 2 else 1]:
+                try:
+                    one_turn(running[name], results[name], vocabulary, options.batches, turn)
+                except ServerError as error:
+                    failed(name, error)
+                    del running[name]
+            if turn % 10 == 0:
+                say(f"turn {turn} of {options.turns}")
+
+
+def one_turn(
+    server: Server, result: Result, vocabulary: int, batches: Sequence[int], turn: int
+) -> None:
+    """Answers to each number of requests, and the time they took.
+
+    Raises:
+        ServerError: as ``Server``.
+    """
+    for batch in batches:
+        prompts = exact.prompts(batch, [128], vocabulary, seed=3)
+        server.flush()
+        start = time.perf_counter()
+        answered = server.generate(prompts, OUTPUT_TOKENS)
+        milliseconds = (time.perf_counter() - start) * 1e3
+        if turn:
+            # They run at once: as many steps as the slowest of them took.
+            steps = max(accepted(answer)[0] for answer in answered)
+            figure = f"ms per decode step, {requests(batch)}, in turns"
+            result.add(figure, milliseconds / steps)
+            continue
+        for what, read in (
+            ("output tokens", lambda answer: answer["output_ids"]),
+            ("accepted drafts, empty cache", accepted),
+            ("logprobs, empty cache", logprobs),
+        ):
+            result.answers.setdefault(what, []).extend(map(read, answered))
+
+
+def stem(contender: Contender) -> str:
+    """Its name in file names."""
+    return contender.name.replace(" ", "-")
 
 
 def said(log: Path) -> str:
@@ -589,7 +675,12 @@ def run(
         model = Path(folder) / "tiny"
         if entrants:
             tiny.write(model)
-        for turn in range(options.rounds if entrants else 0):
+        if options.turns:
+            try:
+                in_turns(entrants, results, model, verify.vocabulary(model), options, say, **server)
+            finally:
+                write()
+        for turn in range(options.rounds if entrants and not options.turns else 0):
             first = turn % len(entrants)
             for entrant in (*entrants[first:], *entrants[:first]):
                 result = results[entrant.name]
@@ -611,6 +702,7 @@ def run(
     write(comparisons)
     if any(result.figures for result in results.values()):
         console.print(figures_table(results))
+    if any(result.graphs for result in results.values()):
         console.print(graphs_table(results))
     if comparisons:
         console.print(equality_table(comparisons))
@@ -674,6 +766,9 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--installed", action="store_true", help="the installed SGLang too")
     parser.add_argument("--rounds", type=_count, default=1, help="servers of each contender")
+    parser.add_argument(
+        "--turns", type=_count, metavar="N", help="time the servers in N turns alone"
+    )
     parser.add_argument("--quick", action="store_true", help="equality and profile alone")
     parser.add_argument("--batches", type=_batch, nargs="+", default=list(BATCHES), metavar="N")
     parser.add_argument("--repetitions", type=_count, default=5, help="of tokens/s")
@@ -681,7 +776,10 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=_output, metavar="OUT")
     parser.add_argument("--plot", type=_picture, metavar="OUT", help="a .pdf, .png or .svg")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
-    return parser.parse_args(command_line)
+    options = parser.parse_args(command_line)
+    if options.turns and (options.earlier or options.plot):
+        parser.error("--turns: not beside an earlier run, and there is no profile to plot")
+    return options
 
 
 def lacking(options: argparse.Namespace, names: Sequence[str]) -> str | None:
@@ -690,7 +788,7 @@ def lacking(options: argparse.Namespace, names: Sequence[str]) -> str | None:
         return machine_lacks
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         return "--plot: matplotlib is not installed for this Python"
-    if names and not options.quick:
+    if names and not (options.quick or options.turns):
         try:
             importlib.import_module(CLIENT)
         except ImportError as error:

@@ -310,6 +310,47 @@ def test_rounds_begin_with_another(seen):
     assert len(report["contenders"]["exempt"]["figures"]["start-up, s"]) == 2
 
 
+def test_in_turns(seen):
+    options = ("--turns=4", "--batches=8")
+    code, out, report = seen("exempt=healthy fast=accepts-less faithful=other-logprob", *options)
+    assert code == 1
+    exempt, fast = (
+        report["contenders"][name]["figures"]["ms per decode step, 8 requests, in turns"]
+        for name in ("exempt", "fast")
+    )
+    # As many tokens in the same time, but twice as many steps.
+    assert len(exempt) == len(fast) == 4 and 0 < min(fast) < 0.8 * min(exempt)
+    assert differing(report) == {
+        "fast, exempt: accepted drafts, empty cache": 2 * 8,
+        "faithful, exempt: logprobs, empty cache": 8,
+    }
+    assert out.count("starting a server") == 3 and "turn 0 of 4" in out
+    assert "per step" not in out
+
+
+def test_turns_of_those_that_are_up(seen):
+    code, out, report = seen("exempt=healthy fast=crashes faithful=dies", "--turns=3")
+    assert code == 1
+    figures = {name: one["figures"] for name, one in report["contenders"].items()}
+    assert len(figures["exempt"]["ms per decode step, 1 request, in turns"]) == 3
+    assert figures["fast"] == figures["faithful"] == {}
+    assert report["contenders"]["faithful"]["error"]
+    assert sum(line.startswith("failed: ") for line in out.splitlines()) == 2
+
+
+def test_turns_that_are_interrupted_keep_what_there_is(command, tmp_path):
+    file = tmp_path / "out.json"
+    process = command("exempt=healthy", "--turns=100000", "--batches=1", f"--json={file}")
+    for line in process.stdout:
+        if "turn 10 of" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err == "bench_server: interrupted\n"
+    figures = json.loads(file.read_text())["contenders"]["exempt"]["figures"]
+    assert len(figures["ms per decode step, 1 request, in turns"]) >= 10
+
+
 def test_beside_an_earlier_run(seen, tmp_path):
     _, _, report = seen("exempt=healthy")
     before = tmp_path / "before.json"
@@ -422,10 +463,12 @@ def test_without_a_gpu(capsys, monkeypatch):
         "--json=nowhere/out.json": "not a file in a folder that is there",
         "--json=/": "not a file in a folder that is there",
         "--nothing": "unrecognized arguments",
+        "--turns=0": "'0' is not a positive whole number",
+        "--turns=1 --plot=out.svg": "--turns: not beside an earlier run",
     }.items(),
 )
 def test_options_that_are_none(capsys, option, error):
-    assert error in one_line(capsys, option)
+    assert error in one_line(capsys, *option.split())
 
 
 def test_no_contenders(capsys):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ SUITES = (
     "test_inkling.py",
     "test_inkling_small_nvfp4.py",
 )
+# With it, from PATH, the suites start their servers.
+COMMAND = "sglang"
 MODEL, REVISION = "INKLING_TEST_MODEL_PATH", "INKLING_TEST_MODEL_REVISION"
 TINY = (
     "tiny: a case that sends token ids above 2047, or asks for other than 48 prompts, fails on it"
@@ -55,10 +58,13 @@ def find(folder: Path) -> dict[str, list[Path]]:
 def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Variables with which tests and servers run the checkout's SGLang and our package."""
     paths = (folder / "python", shards.ROOT / "python", variables.get("PYTHONPATH", ""))
+    commands = (Path(sys.executable).parent, variables.get("PATH", ""))
     return {
         "INKLING_SCONV": "auto",
         **variables,
         "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))),
+        # A Python that make was given need not be the one that is first there.
+        "PATH": os.pathsep.join(filter(None, map(str, commands))),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -67,7 +73,7 @@ def run(folder: Path, variables: Mapping[str, str], logs: Path) -> int:
     """Run the suites that are there, and say what each came to; 1 if one failed.
 
     Raises:
-        NoRunError: none is there, or there is no checkpoint for them.
+        NoRunError: none is there, or what they need is not.
     """
     found = find(folder)
     for name, files in found.items():
@@ -76,6 +82,9 @@ def run(folder: Path, variables: Mapping[str, str], logs: Path) -> int:
     if not any(found.values()):
         raise NoRunError(f"{folder / 'test'} has none of the suites")
     env = environment(folder, variables)
+    if shutil.which(COMMAND, path=env["PATH"]) is None:
+        beside = f"beside {sys.executable} or on PATH"
+        raise NoRunError(f"no command {COMMAND} {beside}: the suites start their servers with it")
     with contextlib.ExitStack() as stack:
         note = ""
         if not env.get(MODEL):

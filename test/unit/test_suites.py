@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from test_shards import make
 BITEXACT, INKLING, SMALL = suites.SUITES
 # What a suite of SGLang's reads, written down for the test to see.
 PASSES = """
-import os, json, pathlib, sglang, inkling_sconv
+import os, json, pathlib, shutil, sglang, inkling_sconv
 
 def test_it():
     names = ("INKLING_TEST_MODEL_PATH", "INKLING_TEST_MODEL_REVISION", "INKLING_SCONV")
     seen = {name: os.environ.get(name) for name in names}
     model = pathlib.Path(seen["INKLING_TEST_MODEL_PATH"])
     seen["config"] = (model / "config.json").is_file()
+    seen["command"] = shutil.which("sglang")
     seen["sglang"], seen["ours"] = sglang.__file__, inkling_sconv.__file__
     pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
 """
@@ -68,7 +70,7 @@ def said(lines: list[str], verdict: str) -> list[str]:
 
 
 def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
-    code, lines, seen = run({BITEXACT: PASSES})
+    code, lines, seen = run({BITEXACT: PASSES}, PATH="/usr/bin")
     assert code == 0
     assert said(lines, "found") == [f"found: test/registered/models/{BITEXACT}"]
     assert said(lines, "not found") == [f"not found: {INKLING}", f"not found: {SMALL}"]
@@ -78,6 +80,7 @@ def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
     assert seen["INKLING_TEST_MODEL_REVISION"] == ""
     (line,) = said(lines, "checkpoint")
     assert f"above {tiny.VOCABULARY - 1}" in line
+    assert seen["command"] == str(Path(sys.executable).with_name("sglang"))
     assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
     assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")
     # The checkpoint and its prompts were for this run.
@@ -113,6 +116,12 @@ def test_one_without_a_test_fails(run, tmp_path, text):
 def test_none_is_there(run):
     with pytest.raises(suites.NoRunError, match="has none of the suites"):
         run({})
+
+
+def test_without_the_command_that_starts_servers(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(suites.NoRunError, match=r"^no command sglang beside .*/python or on PATH"):
+        run({INKLING: PASSES}, PATH="/usr/bin")
 
 
 def test_no_prompts_can_be_written(run, tree):

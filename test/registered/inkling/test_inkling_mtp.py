@@ -410,6 +410,8 @@ class TestDraftExtendForms(unittest.TestCase):
             INKLING_SCONV="auto",
             INKLING_SCONV_FIXES="none",
             INKLING_SCONV_DRAFT_EXTEND=form,
+            # How often a start-up is asked for its health is chance, and each answer takes slots.
+            SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION="0",
         )
         variables["PYTHONPATH"] = os.pathsep.join([str(package), variables["PYTHONPATH"]])
         with server(f"form-{form}", variables) as running:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,9 @@ FACTS = {
     "kl_multiturn_utils": "SGLang's `kl_multiturn_utils`",
 }
 NOT_RUN = (
-    "`TestLazy`, the cases of `TestInstalled` with `extra_buffer_lazy`: newer than the run.",
     "Every other SGLang than the one above. `TestInstalled` and `TestFast` run on any.",
     "B200, four GPUs, tensor parallelism: the fused all-reduce path reads the same indices.",
-    "SGLang's own Inkling suites, which need a checkpoint that is not public.",
+    "SGLang's own Inkling suites: no run of theirs was alone on the port that they share.",
     "`bench_server.py` with the guard in the file, and with `INKLING_SCONV=fast`.",
 )
 NO_FLOATS = ("tokens per decode step", "tokens of the first decode step")
@@ -190,6 +190,13 @@ def bench() -> Iterator[tuple[str, ...]]:
         yield what.strip(), *cells
 
 
+def in_turns(contenders: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Figures of servers that were asked in turns, contender by contender."""
+    of = [one["figures"] for one in contenders.values()]
+    for what in of[0]:
+        yield what, *(median_and_spread(figures[what]) for figures in of)
+
+
 def designs() -> Iterator[str]:
     """Design by check, from the records of test/gpu/test_designs_gpu.py."""
     records = {
@@ -224,6 +231,16 @@ def suites() -> Iterator[tuple[str, ...]]:
             seconds = sum(float(case.get("time", 0)) for case in cases)
             failed = f"**{len(red)}**: {', '.join(red)}" if red else "0"
             yield path.stem, name, str(len(cases)), failed, f"{seconds:.0f}"
+
+
+def span() -> float:
+    """Seconds from the first part's start to the last one's end, from the JUnit files."""
+    starts, ends = [], []
+    for path in RECORDS.glob("shard-*.xml"):
+        for suite in ElementTree.parse(path).iter("testsuite"):
+            starts.append(datetime.fromisoformat(suite.attrib["timestamp"]).timestamp())
+            ends.append(starts[-1] + float(suite.attrib["time"]))
+    return max(ends) - min(starts)
 
 
 def soak() -> Iterator[tuple[str, ...]]:
@@ -337,7 +354,11 @@ refreshes, 4 checkpoint scatters and 84 of draft tracking's arithmetic.
 
 One server of each, one after the other, three runs of the client each: with one request at once,
 {exempt} tokens/s and then {checkpoints}. A step takes 4 ms there, 0.8 ms of it on the GPU, on a
-host that is shared. The two have not been measured in turns.
+host that is shared.
+"""
+TURNS = """\
+Both servers at once, asked in turns (`--turns 60 --contenders exempt checkpoints`, ended early, a
+third server on the GPU): {turns} turns, host and GPU together.
 """
 BENCH_EQUAL = """\
 To the bit:
@@ -347,7 +368,13 @@ SOAK = """\
 
 As published, MTP, pools of 3072 tokens and 48 conv states, 32 clients: shared prefixes,
 conversations, aborts, flushes, retraction (`INKLING_SCONV_SOAK_REQUESTS=20000 make gpu-test`).
-Beside the other parts; memory is that of its own server.
+An earlier run than the others here, beside them; memory is that of its own server.
+"""
+RUNS = """\
+## Runs
+
+One `make gpu-test`, a soak of 3,000 beside the other parts, FA4's kernels from its disk cache:
+{seconds:.0f} s from the first start to the last end.
 """
 
 
@@ -394,6 +421,9 @@ def page() -> Iterator[str]:
             **{name: ", ".join(f"{value:.0f}" for value in values) for name, values in of.items()}
         )
         yield from table(("", *load("server")["contenders"], "inert"), bench())
+        if turns := load("server-turns").get("contenders"):
+            yield TURNS.format(turns=min(len(v) for v in turns["exempt"]["figures"].values()))
+            yield from table(("", *turns), in_turns(turns))
         yield BENCH_EQUAL
         yield from table(
             ("", "compared", "differ"),
@@ -412,7 +442,7 @@ def page() -> Iterator[str]:
     if load("soak").get("killed"):
         yield SOAK
         yield from table(("", "figure"), soak())
-    yield "## Runs\n"
+    yield RUNS.format(seconds=span())
     yield from table(("run", "suite", "tests", "failed", "seconds"), suites())
     yield "## Not run\n"
     yield from (f"- {line}" for line in NOT_RUN)

@@ -25,12 +25,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 INKLING = "test/registered/inkling"
 MTP, PREFILL = (f"{INKLING}/test_inkling_{name}.py" for name in ("mtp", "prefill_graph"))
-# With the seconds that they took on one H200, beside part 5. Each class starts a server, or two;
-# those of a part run at once, and a server takes little of the GPU.
+# With the seconds that they took on one H200, beside part 5, FA4's kernels cached on disk. Each
+# class starts a server, or two; those of a part run at once, and a server takes little of the GPU.
 SHARDS: dict[int, tuple[str, ...]] = {
-    # 81
+    # 84
     1: (f"{INKLING}/test_inkling_refresh_capture.py", "test/gpu"),
-    # 317, with cold caches
+    # 164, with cold caches
     2: (
         f"{MTP}::TestCrashingFork",
         f"{MTP}::TestCrashingForkWithPlugin",
@@ -38,7 +38,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestInstalled",
         f"{MTP}::TestDraftExtendForms",
     ),
-    # 200, without the first
+    # 137
     3: (
         f"{MTP}::TestLazy",
         f"{PREFILL}::TestExtraBuffer",
@@ -48,7 +48,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{PREFILL}::TestNgramWithoutFixes",
         f"{PREFILL}::TestCrashingForkWithPlugin",
     ),
-    # 258
+    # 164
     4: (
         f"{MTP}::TestFast",
         f"{MTP}::TestWithoutFixes",
@@ -57,8 +57,7 @@ SHARDS: dict[int, tuple[str, ...]] = {
         f"{MTP}::TestWithoutBoundaryFix",
         f"{MTP}::TestMutants",
     ),
-    # 1216 with 20,000 requests, of which 825 are the load. The second class asks what the first was
-    # answered.
+    # 550, of which 252 are the load. The second class asks what the first was answered.
     5: (f"{INKLING}/test_inkling_soak.py",),
 }
 # Runs while the others do. It is one server, and looks at the GPU memory of that one alone; where

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import shards
 
@@ -85,6 +89,8 @@ def run(folder: Path, variables: Mapping[str, str], logs: Path) -> int:
     if shutil.which(COMMAND, path=env["PATH"]) is None:
         beside = f"beside {sys.executable} or on PATH"
         raise NoRunError(f"no command {COMMAND} {beside}: the suites start their servers with it")
+    if url := _taken(env):
+        raise NoRunError(f"{url} answers already: the suites would test that, not their own server")
     with contextlib.ExitStack() as stack:
         note = ""
         if not env.get(MODEL):
@@ -114,14 +120,48 @@ def _checkpoint(stack: contextlib.ExitStack, env: Mapping[str, str]) -> Path:
     return out
 
 
+def _taken(env: Mapping[str, str]) -> str | None:
+    """The URL of the suites' servers, if something listens there already.
+
+    They share one port, and take whatever answers there for theirs. A checkout that does not say
+    which port it is cannot run its suites either.
+    """
+    code = "from sglang.test.test_utils import DEFAULT_URL_FOR_TEST as url; print(url)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    if done.returncode:
+        return None
+    url = done.stdout.split()[-1]
+    place = urlsplit(url)
+    with contextlib.suppress(OSError), socket.create_connection((place.hostname, place.port), 5):
+        return url
+    return None
+
+
+def _divergences(junit: Path) -> Iterator[str]:
+    """The averages of KL divergence that SGLang's helpers printed, test by test."""
+    for case in ET.parse(junit).iter("testcase"):
+        found = re.findall(r"^avg_kl_div=(\S+)$", case.findtext("system-out", ""), re.MULTILINE)
+        if found:
+            name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+            yield f"  {name}: avg_kl_div {', '.join(found)}"
+
+
 def _outcome(folder: Path, file: Path, env: Mapping[str, str], junit: Path) -> str:
-    """Runs one suite; passed, failed or skipped, and what of it."""
+    """Runs one suite; passed, failed or skipped, and what of it, in lines."""
     junit.unlink(missing_ok=True)
     name = file.relative_to(folder)
     print(f"running: {name}", flush=True)
     # Not this repository's pytest settings, nor a cache in the user's checkout.
     options = ("-p", "no:cacheprovider", f"--rootdir={folder}", f"--junit-xml={junit}", "-v")
-    command = [sys.executable, "-m", "pytest", str(file), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(file),
+        *options,
+        "-o",
+        "junit_logging=system-out",
+    ]
     code = subprocess.run(command, cwd=file.parent, env=env).returncode
     counts = shards.counts(junit)
     if counts is None:
@@ -129,7 +169,8 @@ def _outcome(folder: Path, file: Path, env: Mapping[str, str], junit: Path) -> s
     passed, failed, skipped = counts[1:]
     # pytest exits with 5 where it found no test; a suite whose tests are all skipped did not run.
     verdict = "failed" if code or failed else "passed" if passed else "skipped"
-    return f"{verdict}: {name}: {passed} passed, {failed} failed, {skipped} skipped, {junit}"
+    line = f"{verdict}: {name}: {passed} passed, {failed} failed, {skipped} skipped, {junit}"
+    return "\n".join((line, *_divergences(junit)))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -26,6 +27,15 @@ def test_it():
     seen["command"] = shutil.which("sglang")
     seen["sglang"], seen["ours"] = sglang.__file__, inkling_sconv.__file__
     pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+"""
+DIVERGES = """
+class TestBitExact:
+    def test_hit(self):
+        print("avg_kl_div=0.0")
+
+    def test_cold(self):
+        print("kl_divs=[1.0]", "avg_kl_div=4.4e-06", "avg_kl_div=nan", sep="\\n")
+        assert 0
 """
 FAILS = "def test_it():\n    assert 0\n"
 SKIPS = "import pytest\n\n@pytest.mark.skip('needs a B200')\ndef test_it(): pass\n"
@@ -116,6 +126,29 @@ def test_one_without_a_test_fails(run, tmp_path, text):
 def test_none_is_there(run):
     with pytest.raises(suites.NoRunError, match="has none of the suites"):
         run({})
+
+
+def test_divergences_are_shown(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code, lines, _ = run({BITEXACT: DIVERGES}, INKLING_TEST_MODEL_PATH=str(tmp_path))
+    assert code == 1
+    assert lines[-3].startswith("failed: ") and "1 passed, 1 failed, 0 skipped" in lines[-3]
+    assert lines[-2:] == [
+        "  TestBitExact::test_hit: avg_kl_div 0.0",
+        "  TestBitExact::test_cold: avg_kl_div 4.4e-06, nan",
+    ]
+
+
+def test_a_server_in_the_place_of_theirs(run, tree):
+    """Asked of the checkout's SGLang, not known here."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+        text = f"DEFAULT_URL_FOR_TEST = {url!r}\nprint('a warning')\n"
+        (tree / "python/sglang/test/test_utils.py").write_text(text)
+        with pytest.raises(suites.NoRunError, match=f"^{url} answers already"):
+            run({INKLING: PASSES})
+    code, _, seen = run({INKLING: PASSES})
+    assert code == 0 and seen
 
 
 def test_without_the_command_that_starts_servers(run, tmp_path, monkeypatch):

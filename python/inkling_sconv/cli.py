@@ -31,14 +31,15 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-Argument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="TREE",
-        help="A checkout, a folder with sglang in it, or a wheel. Default: the installed SGLang.",
-        show_default=False,
-    ),
-]
+
+
+def _tree(kinds: str) -> Any:
+    text = f"{kinds} Default: the installed SGLang."
+    return typer.Argument(metavar="TREE", help=text, show_default=False)
+
+
+Readable = Annotated[Path | None, _tree("A checkout, a folder with sglang in it, or a wheel.")]
+Editable = Annotated[Path | None, _tree("A checkout, or a folder with sglang in it.")]
 InertFill = Annotated[
     bool, typer.Option("--inert-fill", help="On an untracked tree: add the inert track fields too.")
 ]
@@ -49,7 +50,7 @@ InertFill = Annotated[
 
 @app.command()
 def doctor(
-    path: Argument = None,
+    path: Readable = None,
     static: Annotated[
         bool, typer.Option("--static", help="Judge from the syntax tree alone; import nothing.")
     ] = False,
@@ -218,7 +219,7 @@ def _show(report: dict[str, Any]) -> None:
 
 @app.command()
 def apply(
-    path: Argument = None,
+    path: Editable = None,
     inert_fill: InertFill = False,
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if it would.")
@@ -257,7 +258,7 @@ def apply(
 
 @app.command()
 def export(
-    path: Argument = None,
+    path: Editable = None,
     inert_fill: InertFill = False,
     branch: Annotated[
         str | None, typer.Option(metavar="NAME", help="Make a branch with the commit instead.")
@@ -301,7 +302,7 @@ def export(
 
 
 @app.command()
-def revert(path: Argument = None) -> None:
+def revert(path: Editable = None) -> None:
     """Put back, byte for byte, what apply found."""
     from inkling_sconv.replace import restore
 

@@ -473,6 +473,8 @@ def one_turn(
         if turn:
             # They run at once: as many steps as the slowest of them took.
             steps = max(accepted(answer)[0] for answer in answered)
+            if not steps:
+                raise server.error("/generate: no spec_verify_ct, which counts the steps")
             figure = f"ms per decode step, {requests(batch)}, in turns"
             result.add(figure, milliseconds / steps)
             continue

@@ -153,15 +153,8 @@ def _outcome(folder: Path, file: Path, env: Mapping[str, str], junit: Path) -> s
     print(f"running: {name}", flush=True)
     # Not this repository's pytest settings, nor a cache in the user's checkout.
     options = ("-p", "no:cacheprovider", f"--rootdir={folder}", f"--junit-xml={junit}", "-v")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(file),
-        *options,
-        "-o",
-        "junit_logging=system-out",
-    ]
+    options += ("-o", "junit_logging=system-out")
+    command = [sys.executable, "-m", "pytest", str(file), *options]
     code = subprocess.run(command, cwd=file.parent, env=env).returncode
     counts = shards.counts(junit)
     if counts is None:

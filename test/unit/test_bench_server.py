@@ -329,13 +329,15 @@ def test_in_turns(seen):
 
 
 def test_turns_of_those_that_are_up(seen):
-    code, out, report = seen("exempt=healthy fast=crashes faithful=dies", "--turns=3")
+    modes = "exempt=healthy fast=crashes faithful=dies checkpoints=does-not-speculate"
+    code, out, report = seen(modes, "--turns=3")
     assert code == 1
     figures = {name: one["figures"] for name, one in report["contenders"].items()}
     assert len(figures["exempt"]["ms per decode step, 1 request, in turns"]) == 3
-    assert figures["fast"] == figures["faithful"] == {}
+    assert figures["fast"] == figures["faithful"] == figures["checkpoints"] == {}
     assert report["contenders"]["faithful"]["error"]
-    assert sum(line.startswith("failed: ") for line in out.splitlines()) == 2
+    assert "no spec_verify_ct" in report["contenders"]["checkpoints"]["error"]
+    assert sum(line.startswith("failed: ") for line in out.splitlines()) == 3
 
 
 def test_turns_that_are_interrupted_keep_what_there_is(command, tmp_path):

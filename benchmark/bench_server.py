@@ -10,20 +10,21 @@ checkpoints         exempt, with the fixes ``draft-checkpoint`` and ``draft-wind
 installed           (``--installed``) the installed SGLang as it is, plugin off
 
 Each gets a server of its own, one after the other; a round begins with another one. On a host that
-others use, minutes are too far apart for a figure of the host's: with ``--turns`` all servers run,
-and are asked in turns. Figures are medians with half the distance of the quartiles.
-Whose they are:
+others use, figures that were taken minutes apart do not compare: with ``--turns`` all servers run
+at once, and are asked in turns. Figures are medians with half the distance of the quartiles. Whose
+they are:
 
 start-up            from the start of the process to the first healthy answer. Whoever is first
                     compiles for the others where caches are cold: see ``--rounds``
 first token, tokens/s   SGLang's own client, ``sglang.benchmark.serving``, on an emptied cache
 per decode step     SGLang's own ``/start_profile``, the torch profiler: kernels, copies and fills
-in turns            this script's clock: an answer's time by its verifications, on an emptied cache
+in turns            this script's clock: an answer's time, prefill included, by its verifications
 
 Equality is to the bit, each contender against the first: output tokens, tokens per decode step,
 the histogram of accepted drafts, target logprobs; on an empty cache, and on prefixes that decoding
 made. Drafts are seen through how many of them are accepted; HTTP shows no more of them. Where the
-draft's checkpoints are kept, other drafts are accepted on a cached prefix: that is what for.
+draft's checkpoints are kept, other drafts are accepted on a cached prefix: that is what for. With
+``--turns``: output tokens, the histogram and logprobs, on an empty cache.
 
     python benchmark/bench_server.py --quick --contenders exempt faithful --json out.json
     python benchmark/bench_server.py --earlier out.json --contenders fast --json all.json
@@ -60,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test/registered
 
 import decode_trace
 from decode_trace import GraphKind, Profile, TraceError
-from inkling_sconv import exact, plugin, tiny, verify
+from inkling_sconv import exact, plugin, replace, tiny, verify
 from inkling_sconv.server import BASE_OPTIONS, HOST, MTP_OPTIONS, Server, ServerError
 from rich.console import Console
 from rich.table import Table
@@ -69,6 +70,7 @@ APPLIED, FAITHFUL, EXEMPT, FAST = "guard in the file", "faithful", "exempt", "fa
 CHECKPOINTS, INSTALLED = "checkpoints", "installed"
 CONTENDERS = (APPLIED, FAITHFUL, EXEMPT, FAST, CHECKPOINTS)
 ACCEPTED_ON_HITS = "accepted drafts, cached prefix"
+IN_TURNS = ", in turns"
 BATCHES = (1, 8)
 PROMPTS, NEW_TOKENS = 6, 300
 # Around the checkpoint distance of 128: short of it, on it, past several of it.
@@ -415,6 +417,7 @@ def in_turns(
     vocabulary: int,
     options: argparse.Namespace,
     say: Callable[[str], None],
+    write: Callable[[], None],
     **server: Any,
 ) -> None:
     """Servers of all entrants, and the same answers of each in turns; adds to ``results``.
@@ -452,6 +455,8 @@ def in_turns(
                 except ServerError as error:
                     failed(name, error)
                     del running[name]
+            # Whoever has bounded our time still gets what there is.
+            write()
             if turn % 10 == 0:
                 say(f"turn {turn} of {options.turns}")
 
@@ -464,6 +469,7 @@ def one_turn(
     Raises:
         ServerError: as ``Server``.
     """
+    answers: dict[str, list[Any]] = {}
     for batch in batches:
         prompts = exact.prompts(batch, [128], vocabulary, seed=3)
         server.flush()
@@ -475,7 +481,7 @@ def one_turn(
             steps = max(accepted(answer)[0] for answer in answered)
             if not steps:
                 raise server.error("/generate: no spec_verify_ct, which counts the steps")
-            figure = f"ms per decode step, {requests(batch)}, in turns"
+            figure = f"ms per decode step, {requests(batch)}{IN_TURNS}"
             result.add(figure, milliseconds / steps)
             continue
         for what, read in (
@@ -483,7 +489,9 @@ def one_turn(
             ("accepted drafts, empty cache", accepted),
             ("logprobs, empty cache", logprobs),
         ):
-            result.answers.setdefault(what, []).extend(map(read, answered))
+            answers.setdefault(what, []).extend(map(read, answered))
+    # Half of them would be no others' answers.
+    result.answers = result.answers or answers
 
 
 def stem(contender: Contender) -> str:
@@ -526,12 +534,14 @@ def figures_table(results: dict[str, Result]) -> Table:
                 cells.append("-")
                 continue
             median, spread = middle(result.figures[figure])
-            cell = f"{median:.1f} ±{spread:.1f}"
+            places = 1 if median >= 10 else 2
+            cell = f"{median:.{places}f} ±{spread:.{places}f}"
             of = middle(base.figures[figure])[0] if base.figures.get(figure) else 0
             cells.append(f"{cell} {median / of:5.2f}x" if of else cell)
         table.add_row(figure, *cells)
     lengths = [result.answers.get("accept length") for result in results.values()]
-    table.add_row("accept length", *("-" if one is None else f"{one:.2f}" for one in lengths))
+    if any(lengths):
+        table.add_row("accept length", *("-" if one is None else f"{one:.2f}" for one in lengths))
     return table
 
 
@@ -650,6 +660,9 @@ def run(
     results: dict[str, Result] = {}
     if options.earlier:
         about, results = earlier(options.earlier)
+        in_turns_too = any(IN_TURNS in name for one in results.values() for name in one.figures)
+        if in_turns_too and (entrants or options.plot):
+            raise BenchError(f"--earlier {options.earlier}: of --turns: can be shown, no more")
     if entrants:
         here = machine()
         if options.earlier and about != here:
@@ -671,17 +684,15 @@ def run(
                 "contenders": {name: asdict(result) for name, result in results.items()},
                 "comparisons": [asdict(one) for one in comparisons],
             }
-            options.json.write_text(json.dumps(report))
+            replace.write(options.json, json.dumps(report).encode())
 
     with tempfile.TemporaryDirectory(prefix="bench_server_") as folder:
         model = Path(folder) / "tiny"
         if entrants:
             tiny.write(model)
         if options.turns:
-            try:
-                in_turns(entrants, results, model, verify.vocabulary(model), options, say, **server)
-            finally:
-                write()
+            vocabulary = verify.vocabulary(model)
+            in_turns(entrants, results, model, vocabulary, options, say, write, **server)
         for turn in range(options.rounds if entrants and not options.turns else 0):
             first = turn % len(entrants)
             for entrant in (*entrants[first:], *entrants[:first]):
@@ -744,8 +755,9 @@ def _batch(text: str) -> int:
 
 
 def _output(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    # Through a link: what is written takes the place of what is there.
+    path = Path(text).resolve()
+    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: not a file in a folder that is there")
     return path
 
@@ -769,7 +781,7 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--installed", action="store_true", help="the installed SGLang too")
     parser.add_argument("--rounds", type=_count, default=1, help="servers of each contender")
     parser.add_argument(
-        "--turns", type=_count, metavar="N", help="time the servers in N turns alone"
+        "--turns", type=_count, metavar="N", help="only this: all servers at once, N turns"
     )
     parser.add_argument("--quick", action="store_true", help="equality and profile alone")
     parser.add_argument("--batches", type=_batch, nargs="+", default=list(BATCHES), metavar="N")

@@ -126,14 +126,15 @@ def _taken(env: Mapping[str, str]) -> str | None:
     They share one port, and take whatever answers there for theirs. A checkout that does not say
     which port it is cannot run its suites either.
     """
-    code = "from sglang.test.test_utils import DEFAULT_URL_FOR_TEST as url; print(url)"
+    code = "from sglang.test.test_utils import DEFAULT_URL_FOR_TEST as url; print('url:', url)"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    if done.returncode:
-        return None
-    url = done.stdout.split()[-1]
-    place = urlsplit(url)
-    with contextlib.suppress(OSError), socket.create_connection((place.hostname, place.port), 5):
-        return url
+    said = re.search(r"^url: (http://\S+)$", done.stdout, re.MULTILINE)
+    # No port in it, or none that can be, is a ValueError.
+    with contextlib.suppress(OSError, ValueError):
+        place = urlsplit(said.group(1) if said else "")
+        if place.hostname and place.port:
+            socket.create_connection((place.hostname, place.port), 5).close()
+            return place.geturl()
     return None
 
 

@@ -310,28 +310,81 @@ def test_rounds_begin_with_another(seen):
     assert len(report["contenders"]["exempt"]["figures"]["start-up, s"]) == 2
 
 
-def test_in_turns(seen):
-    options = ("--turns=4", "--batches=8")
+def test_in_turns(seen, tmp_path, capsys):
+    options = ("--turns=3", "--batches=8")
     code, out, report = seen("exempt=healthy fast=accepts-less faithful=other-logprob", *options)
     assert code == 1
-    exempt, fast = (
-        report["contenders"][name]["figures"]["ms per decode step, 8 requests, in turns"]
-        for name in ("exempt", "fast")
-    )
-    # As many tokens in the same time, but twice as many steps.
-    assert len(exempt) == len(fast) == 4 and 0 < min(fast) < 0.8 * min(exempt)
+    for contender in report["contenders"].values():
+        assert len(contender["figures"]["ms per decode step, 8 requests, in turns"]) == 3
     assert differing(report) == {
         "fast, exempt: accepted drafts, empty cache": 2 * 8,
         "faithful, exempt: logprobs, empty cache": 8,
     }
-    assert out.count("starting a server") == 3 and "turn 0 of 4" in out
-    assert "per step" not in out
+    assert out.count("starting a server") == 3 and "turn 0 of 3" in out
+    assert "per step" not in out and "accept length" not in out
+    # It can be shown again, and goes with nothing else.
+    shown = (f"--earlier={tmp_path / 'out.json'}", "--contenders")
+    assert bench_server.main(shown) == 1
+    assert "ms per decode step, 8 requests, in turns" in capsys.readouterr().out
+    assert "of --turns: can be shown, no more" in one_line(capsys, *shown, "--plot=out.svg")
+
+
+def test_servers_take_turns(monkeypatch, tmp_path):
+    """All are up before the first is asked; a step's time is the answer's by the most steps."""
+    done: list[str] = []
+    clock = [0.0]
+    seconds = {"a": 0.5, "b": 0.25}
+
+    class Stub:
+        def __init__(self, model, options, log, *, environment):
+            self.log, self.name = log, environment["NAME"]
+
+        def __enter__(self):
+            done.append(f"{self.name} up")
+            self.log.write_text("")
+            return self
+
+        def __exit__(self, *_):
+            done.append(f"{self.name} down")
+
+        def flush(self):
+            clock[0] += 100
+
+        def generate(self, prompts, count):
+            done.append(f"{self.name} {len(prompts)}")
+            clock[0] += seconds[self.name] * len(prompts)
+            steps = range(200, 200 + 25 * len(prompts), 25)
+            meta = {"output_token_logprobs": [[-1.0, 1, None]] * count}
+            ids = [1] * count
+            return [{"output_ids": ids, "meta_info": {**meta, "spec_verify_ct": n}} for n in steps]
+
+    monkeypatch.setattr(bench_server, "Server", Stub)
+    monkeypatch.setattr(bench_server.time, "perf_counter", lambda: clock[0])
+    written: list[int] = []
+    entrants = [bench_server.Contender(name, {"NAME": name}) for name in "ab"]
+    results = {name: bench_server.Result() for name in "ab"}
+    options = bench_server.argparse.Namespace(turns=2, batches=[1, 2], log_dir=tmp_path)
+    bench_server.in_turns(
+        entrants, results, tmp_path, 500, options, print, lambda: written.append(len(done))
+    )
+    turn = ["a 1", "a 2", "b 1", "b 2"]
+    back = ["b 1", "b 2", "a 1", "a 2"]
+    assert done == ["a up", "b up", *turn, *back, *turn, "b down", "a down"]
+    assert written == [6, 10, 14]
+    for name, figures in ((name, result.figures) for name, result in results.items()):
+        assert figures == {
+            "ms per decode step, 1 request, in turns": [seconds[name] * 1e3 / 200] * 2,
+            "ms per decode step, 2 requests, in turns": [2 * seconds[name] * 1e3 / 225] * 2,
+        }
 
 
 def test_turns_of_those_that_are_up(seen):
-    modes = "exempt=healthy fast=crashes faithful=dies checkpoints=does-not-speculate"
-    code, out, report = seen(modes, "--turns=3")
+    modes = "faithful=dies exempt=healthy fast=crashes checkpoints=does-not-speculate"
+    code, out, report = seen(modes, "--turns=3", "--batches", "1", "8")
     assert code == 1
+    # The first one answered one request, and died at eight: with half of its answers nobody's are
+    # compared.
+    assert differing(report) == {"checkpoints, exempt: accepted drafts, empty cache": 9}
     figures = {name: one["figures"] for name, one in report["contenders"].items()}
     assert len(figures["exempt"]["ms per decode step, 1 request, in turns"]) == 3
     assert figures["fast"] == figures["faithful"] == figures["checkpoints"] == {}
@@ -342,7 +395,8 @@ def test_turns_of_those_that_are_up(seen):
 
 def test_turns_that_are_interrupted_keep_what_there_is(command, tmp_path):
     file = tmp_path / "out.json"
-    process = command("exempt=healthy", "--turns=100000", "--batches=1", f"--json={file}")
+    options = ("--turns=100000", "--batches=1", f"--json={file}")
+    process = command("exempt=healthy fast=healthy", *options)
     for line in process.stdout:
         if "turn 10 of" in line:
             break
@@ -351,6 +405,9 @@ def test_turns_that_are_interrupted_keep_what_there_is(command, tmp_path):
     assert process.returncode == 130 and err == "bench_server: interrupted\n"
     figures = json.loads(file.read_text())["contenders"]["exempt"]["figures"]
     assert len(figures["ms per decode step, 1 request, in turns"]) >= 10
+    assert (
+        left(tmp_path / "logs/server-exempt.log") == left(tmp_path / "logs/server-fast.log") == []
+    )
 
 
 def test_beside_an_earlier_run(seen, tmp_path):
@@ -424,6 +481,11 @@ def test_a_signal_ends_the_server(command, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and err == "bench_server: interrupted\n"
+    assert left(log) == []
+
+
+def left(log: Path) -> list[str]:
+    """What still runs of the server that wrote this log."""
     port = next(word for word in log.read_text().split() if word.startswith("--port="))
     commands = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -431,7 +493,7 @@ def test_a_signal_ends_the_server(command, tmp_path):
             commands.append(entry.read_text())
         except OSError:
             continue
-    assert not any(port in one for one in commands)
+    return [one for one in commands if port in one]
 
 
 # ----------------------------------------------------------------------------- the options
@@ -464,6 +526,7 @@ def test_without_a_gpu(capsys, monkeypatch):
         "--plot=out.txt": "not a .pdf, .png or .svg",
         "--json=nowhere/out.json": "not a file in a folder that is there",
         "--json=/": "not a file in a folder that is there",
+        "--json=/dev/null": "not a file in a folder that is there",
         "--nothing": "unrecognized arguments",
         "--turns=0": "'0' is not a positive whole number",
         "--turns=1 --plot=out.svg": "--turns: not beside an earlier run",

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from releases import ROOT
 
 
@@ -19,10 +20,32 @@ def test_the_page_is_not_stale(tmp_path):
     )
 
 
-def test_a_soak_is_shown_once_it_was_recorded(tmp_path):
+@pytest.fixture
+def page():
     spec = importlib.util.spec_from_file_location("page", ROOT / "docs/write_evidence.py")
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
+    return page
+
+
+def test_nothing_that_a_test_printed_is_taken(page, tmp_path):
+    page.RECORDS = tmp_path / "records"
+    page.RECORDS.mkdir()
+    texts = "".join(
+        f"<{tag}>/home/alice/model on host-7</{tag}>"
+        for tag in ("failure", "error", "system-out", "system-err")
+    )
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/shard-1.xml").write_text(
+        f'<testsuite hostname="host-7"><testcase classname="a.TestB" name="c">{texts}</testcase>'
+        "</testsuite>"
+    )
+    page.take(tmp_path / "logs")
+    taken = (page.RECORDS / "shard-1.xml").read_text()
+    assert "TestB" in taken and "alice" not in taken and "host-7" not in taken
+
+
+def test_a_soak_is_shown_once_it_was_recorded(page, tmp_path):
     for record in page.RECORDS.iterdir():
         if record.name != "soak.json":
             (tmp_path / record.name).write_bytes(record.read_bytes())

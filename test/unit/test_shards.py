@@ -123,7 +123,8 @@ def test_meets():
 
 def test_the_soak_runs_beside_the_others(tmp_path, capfd):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_one.py").write_text(MEETS.format(mine="one", theirs="soak"))
+    one = MEETS.format(mine="one", theirs="soak")
+    (tmp_path / "test_one.py").write_text(f"{one}    time.sleep(6)\n")
     (tmp_path / "test_soak.py").write_text(MEETS.format(mine="soak", theirs="one"))
     parts = {1: ("test_one.py",), shards.BESIDE: ("test_soak.py",)}
     assert shards.run(parts, ABOUT, tmp_path, force=False, root=tmp_path) == 0
@@ -131,6 +132,9 @@ def test_the_soak_runs_beside_the_others(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert printed.index(f"beside the others: {log}") < printed.index("shard 1: test_one.py")
     assert printed.count("1 passed, 0 failed") == 2
+    # Waited for last, it has the time that it took itself.
+    first, soak = map(int, re.findall(r", (\d+) s, ", printed))
+    assert soak <= first - 3
     assert "test_soak.py::test_meets" in log.read_text()
     assert "test_soak.py::test_meets" not in printed
 

@@ -140,13 +140,17 @@ def test_divergences_are_shown(run, tmp_path):
 
 
 def test_a_server_in_the_place_of_theirs(run, tree):
-    """Asked of the checkout's SGLang, not known here."""
+    """The port is the checkout's to say."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"http://127.0.0.1:{other.getsockname()[1]}"
         text = f"DEFAULT_URL_FOR_TEST = {url!r}\nprint('a warning')\n"
-        (tree / "python/sglang/test/test_utils.py").write_text(text)
+        module = tree / "python/sglang/test/test_utils.py"
+        module.write_text(text)
         with pytest.raises(suites.NoRunError, match=f"^{url} answers already"):
             run({INKLING: PASSES})
+    for other in (url, "", "http://127.0.0.1:port", "http://127.0.0.1:70000", "http://[", None):
+        module.write_text(f"DEFAULT_URL_FOR_TEST = {other!r}\n")
+        assert suites._taken(suites.environment(tree, os.environ)) is None, other
     code, _, seen = run({INKLING: PASSES})
     assert code == 0 and seen
 

@@ -218,27 +218,32 @@ def test_registering_twice_grafts_once(drive):
     assert seen["states"][CLASS]["state"] == "grafted"
 
 
-def test_register_and_graft_take_under_60_ms(tmp_path):
-    # Most of it is the registry's walk over every loaded module. A fork of a loaded process would
-    # pay for copying its pages too, so each try is a new one.
+def test_register_and_graft_walk_the_modules_once(tmp_path):
+    """They take less than two and a half of the registry's walks over every loaded module."""
+    # In milliseconds it would be a test of the machine: 58 - 90 on one within an hour. A fork of
+    # a loaded process would pay for copying its pages too, so each try is a new one.
     code = """
 import importlib, time
 import drive
 from inkling_sconv import plugin
+from sglang.srt.plugins import hook_registry
 drive.import_runners()
 importlib.import_module(plugin.BACKEND_MODULE)
-start = time.process_time()
-plugin.register()
-print((time.process_time() - start) * 1e3)
+def seconds(call, *arguments):
+    start = time.process_time()
+    call(*arguments)
+    return time.process_time() - start
+walks = [seconds(hook_registry._propagate_patch, object(), object(), None) for _ in range(3)]
+print(seconds(plugin.register) / min(walks))
 """
     environment = releases.environment(
         releases.tree("0.5.17", tmp_path), "0.5.17", INKLING_SCONV="force", **NO_FIXES
     )
     environment["PYTHONPATH"] += f"{os.pathsep}{TEST}"
     tries = []
-    while len(tries) < 3 and min(tries, default=60) >= 60:
+    while len(tries) < 3 and min(tries, default=2.5) >= 2.5:
         tries.append(float(subprocess.check_output([sys.executable, "-c", code], env=environment)))
-    assert min(tries) < 60, tries
+    assert min(tries) < 2.5, tries
 
 
 @pytest.mark.parametrize("tree", releases.RELEASES)

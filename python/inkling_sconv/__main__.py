@@ -11,8 +11,7 @@ import importlib.util
 import logging
 import sys
 
-from inkling_sconv import __version__, plugin
-from inkling_sconv.plugin import GROUP
+from inkling_sconv import __version__
 
 
 def main() -> int:
@@ -20,10 +19,12 @@ def main() -> int:
 
     Returns 0 if the plugin was asked; 1 if it never will be, with the reason on stderr.
     """
+    from inkling_sconv import plugin
+
     try:
         reason = _unreachable()
         if reason is None:
-            plugins = importlib.import_module(GROUP)
+            plugins = importlib.import_module(plugin.GROUP)
             logging.getLogger("inkling_sconv").setLevel(logging.INFO)
             logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.ERROR)
             plugins.load_plugins()
@@ -59,11 +60,14 @@ def _import_runners() -> None:
 
 def _unreachable() -> str | None:
     """Why SGLang would never call ``register()`` here; None if it will."""
+    from inkling_sconv import plugin
+
     if importlib.util.find_spec("sglang") is None:
         return f"SGLang is not installed for {sys.executable}; install it there."
-    if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(GROUP) is None:
+    group = plugin.GROUP
+    if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(group) is None:
         return (
-            f"this SGLang is older than the plugin door ({GROUP}); upgrade it to 0.5.17 or newer."
+            f"this SGLang is older than the plugin door ({group}); upgrade it to 0.5.17 or newer."
         )
     if not plugin.is_installed():
         return "the entry point is missing; install the package with pip."
@@ -76,12 +80,13 @@ def command() -> None:
     """``inkling-sconv``, or the line that says what it needs."""
     try:
         from inkling_sconv.cli import app
+
+        app()
     except ModuleNotFoundError as error:
         if error.name not in ("libcst", "rich", "typer"):
             raise
         needed = "pip install 'sglang-inkling-sconv[cli]'"
         sys.exit(f"inkling-sconv: {error.name} is not installed; {needed}")
-    app()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from inkling_sconv import __version__, plugin, source
+# The rest where it is needed: a command is there within a second.
+from inkling_sconv import __version__, source
 from inkling_sconv.git import GitError
 from inkling_sconv.source import RefusedError, Shape
 from inkling_sconv.tree import REFRESH, AbsentError, Tree, TreeError, opened
@@ -124,6 +122,8 @@ def _examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
 
 def _plugin_state() -> str:
     """What keeps our plugin out of a server of this Python, or that nothing does."""
+    from inkling_sconv import plugin
+
     if not plugin.is_installed():
         return "its entry point is missing: pip install sglang-inkling-sconv"
     if not plugin.is_allowed():
@@ -146,6 +146,8 @@ def _advice(report: dict[str, Any]) -> str:
     unset = []
     # A tree that was named is asked without plugins: no variable has kept it from being mended.
     if "plugin" in report:
+        from inkling_sconv import plugin
+
         variables = (plugin.VARIABLE, plugin.FIXES_VARIABLE, plugin.DRAFT_EXTEND_VARIABLE)
         mode, fixes, form = (os.environ.get(name, "").strip().lower() for name in variables)
         hindering = {
@@ -191,6 +193,10 @@ def _next(report: dict[str, Any]) -> str:
 
 
 def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console()
     if report["rows"]:
         table = Table(title=f"{report['backend']} in {report['tree']}")
@@ -391,6 +397,8 @@ def verify(
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+    from rich.console import Console
+
     console = Console(stderr=True)
     with _errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
@@ -414,6 +422,9 @@ def verify(
 
 
 def _show_result(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     if not result.comparisons:
         print(f"failed: {result.error}")
         return

@@ -367,7 +367,7 @@ def test_what_keeps_the_plugin_out(driven, monkeypatch):
     assert plugin() == "loaded by servers, INKLING_SCONV=off"
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert plugin() == "kept out by SGLANG_PLUGINS; add inkling_sconv to it"
-    monkeypatch.setattr(cli.plugin, "entry_points", lambda group: [])
+    monkeypatch.setattr("inkling_sconv.plugin.entry_points", lambda group: [])
     assert "entry point is missing" in plugin()
 
 
@@ -598,11 +598,13 @@ print("inkling_sconv.cli" in sys.modules, "inkling_sconv.source" in sys.modules)
     assert seen.split("\n")[:2] == ["[]", "False False"]
 
 
-def test_without_the_extra(tmp_path):
-    (tmp_path / "libcst.py").write_text("raise ModuleNotFoundError('x', name='libcst')\n")
+@pytest.mark.parametrize("name", ("libcst", "rich", "typer"))
+def test_without_the_extra(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('x', name='{name}')\n")
+    root = releases.tree(releases.CRASHING, tmp_path / "tree")
     path = f"{tmp_path}{os.pathsep}{releases.ROOT / 'python'}"
-    done = inkling("doctor", PYTHONPATH=path)
+    done = inkling("doctor", "--static", root, PYTHONPATH=path)
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert "libcst is not installed; pip install 'sglang-inkling-sconv[cli]'" in line
+    assert f"{name} is not installed; pip install 'sglang-inkling-sconv[cli]'" in line
     assert shutil.which("git")

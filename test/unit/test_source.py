@@ -247,9 +247,9 @@ def test_fix_takes_under_a_second():
     ("arguments", "code"),
     (("apply --check", 1), ("export", 0), ("revert", 2), ("doctor --static", 1)),
 )
-def test_a_command_takes_under_a_second(arguments, code, tmp_path):
+def test_a_command_takes_little_more_than_its_libraries(arguments, code, tmp_path):
+    """Less than 3.6 imports of LibCST and Typer: a second where those take 0.28."""
     root = releases.tree(releases.CRASHING, tmp_path / "tree")
-    command = [sys.executable, "-c", "from inkling_sconv.__main__ import command; command()"]
     environment = {
         **os.environ,
         "PYTHONPATH": str(releases.ROOT / "python"),
@@ -258,13 +258,18 @@ def test_a_command_takes_under_a_second(arguments, code, tmp_path):
         "GIT_COMMITTER_NAME": "A",
         "GIT_COMMITTER_EMAIL": "a@example.org",
     }
-    tries: list[float] = []
-    while len(tries) < 3 and min(tries, default=1) >= 1:
+
+    def seconds(python: str, *arguments: str, code: int = 0) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [*command, *arguments.split(), str(root)], env=environment, capture_output=True
-        )
+        command = [sys.executable, "-c", python, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == code, done.stderr
-        tries.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert min(tries) < 1, tries
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    ours = "from inkling_sconv.__main__ import command; command()"
+    tries: list[float] = []
+    while len(tries) < 5 and min(tries, default=3.6) >= 3.6:
+        libraries = seconds("import libcst, typer")
+        tries.append(seconds(ours, *arguments.split(), str(root), code=code) / libraries)
+    assert min(tries) < 3.6, tries

@@ -322,14 +322,10 @@ def measure(
     Raises:
         ServerError: as ``Server``.
     """
-    log = options.log_dir / f"server-{stem(contender)}.log"
     start = time.perf_counter()
-    running = Server(
-        model, (*BASE_OPTIONS, *MTP_OPTIONS), log, environment=contender.environment, **server
-    )
-    with running:
+    with server_of(contender, model, options.log_dir, **server) as running:
         result.add("start-up, s", time.perf_counter() - start)
-        result.plugin = said(log)
+        result.plugin = said(running.log)
         say(f"{contender.name}: answers to compare")
         result.answers = result.answers or answers(running, vocabulary)
 
@@ -433,20 +429,13 @@ def in_turns(
     with contextlib.ExitStack() as stack:
         for entrant in entrants:
             say(f"{entrant.name}: starting a server")
-            log = options.log_dir / f"server-{stem(entrant)}.log"
-            one = Server(
-                model,
-                (*BASE_OPTIONS, *MTP_OPTIONS),
-                log,
-                environment=entrant.environment,
-                **server,
-            )
+            one = server_of(entrant, model, options.log_dir, **server)
             try:
                 running[entrant.name] = stack.enter_context(one)
             except ServerError as error:
                 failed(entrant.name, error)
             else:
-                results[entrant.name].plugin = said(log)
+                results[entrant.name].plugin = said(one.log)
         # What is compiled at a first use is no step's: turn 0 gives the answers to compare.
         for turn in range(options.turns + 1):
             for name in [*running][:: -1 if turn % 2 else 1]:
@@ -492,6 +481,13 @@ def one_turn(
             answers.setdefault(what, []).extend(map(read, answered))
     # Half of them would be no others' answers.
     result.answers = result.answers or answers
+
+
+def server_of(contender: Contender, model: Path, logs: Path, **server: Any) -> Server:
+    """The server of ``contender``, not started yet."""
+    log = logs / f"server-{stem(contender)}.log"
+    options = (*BASE_OPTIONS, *MTP_OPTIONS)
+    return Server(model, options, log, environment=contender.environment, **server)
 
 
 def stem(contender: Contender) -> str:

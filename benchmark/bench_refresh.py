@@ -43,8 +43,12 @@ os.environ["TRITON_CACHE_DIR"] = str(Path(_SCRATCH.name) / "triton")
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.testing  # noqa: E402
-from inkling_sconv import kernels, plugin, probe, windows  # noqa: E402
-from inkling_sconv.backend import InklingSconvBackend  # noqa: E402
+from inkling_sconv import (
+    names,  # noqa: E402
+)
+from inkling_sconv.ops import track_conv_indices  # noqa: E402
+from inkling_sconv.plugin.backend import InklingSconvBackend  # noqa: E402
+from inkling_sconv.probe import backend as probe  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -84,7 +88,7 @@ def inputs(rows: int, device: str) -> SimpleNamespace:
 
 
 def function(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
-    """A function with the signature of ``windows.track_conv_indices``."""
+    """A function with the signature of ``track_conv_indices.track_conv_indices_ref``."""
 
     def make(step: SimpleNamespace) -> Call:
         lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
@@ -104,7 +108,7 @@ def method(name: str, cls: type, max_rows: int) -> Contender:
         batch.extend_prefix_lens = step.prefix_lens
         rig.backend.sconv_metadata.query_start_loc = step.query_start_loc
         step.out = rig.backend._graph_track_conv_indices[: step.rows]
-        refresh = getattr(rig.backend, probe.REFRESH)
+        refresh = getattr(rig.backend, names.REFRESH)
         return lambda: refresh(batch, True)
 
     return Contender(name, make)
@@ -113,14 +117,14 @@ def method(name: str, cls: type, max_rows: int) -> Contender:
 def sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
     """SGLang's own method and, on the same class, ours; and a line that says which SGLang."""
     try:
-        module = importlib.import_module(plugin.BACKEND_MODULE)
+        module = importlib.import_module(names.BACKEND_MODULE)
         import sglang
     except ImportError as error:
         return [], f"SGLang's own method left out: {error}"
     (cls, *_) = probe.find_backends(module)
-    own = vars(cls)[probe.REFRESH]
+    own = vars(cls)[names.REFRESH]
     if type(own) is not FunctionType or own.__globals__ is not vars(module):
-        sys.exit(f"bench_refresh: {probe.REFRESH} is not SGLang's own here: {own}")
+        sys.exit(f"bench_refresh: {names.REFRESH} is not SGLang's own here: {own}")
     version = getattr(sglang, "__version__", "?")
 
     def alloc(self: Any) -> None:
@@ -131,8 +135,8 @@ def sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
         "Ours",
         (cls,),
         {
-            probe.ALLOC: alloc,
-            probe.REFRESH: InklingSconvBackend._refresh_track_conv_indices,
+            names.ALLOC_GRAPH_BUFFERS: alloc,
+            names.REFRESH: InklingSconvBackend._refresh_track_conv_indices,
         },
     )
     own_name = f"SGLang {version}, its method"
@@ -486,7 +490,9 @@ def check(contenders: list[Contender], rows_list: Iterable[int], device: str) ->
     for rows in rows_list:
         step = inputs(rows, device)
         lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
-        want = windows.track_conv_indices(*lengths, rows=rows, chunk_size=CHUNK, window=WINDOW)
+        want = track_conv_indices.track_conv_indices_ref(
+            *lengths, rows=rows, chunk_size=CHUNK, window=WINDOW
+        )
         for contender in contenders:
             if contender.computes:
                 step = inputs(rows, device)
@@ -543,7 +549,7 @@ def main() -> None:
     ours = OURS if gpu else "ours, torch path"
     contenders = [
         function(ours, kernels.track_conv_indices),
-        function(CHAIN, windows.track_conv_indices),
+        function(CHAIN, track_conv_indices.track_conv_indices_ref),
         *methods,
     ]
     if rival:

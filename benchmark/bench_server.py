@@ -61,8 +61,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test/registered
 
 import decode_trace
 from decode_trace import GraphKind, Profile, TraceError
-from inkling_sconv import exact, plugin, replace, tiny, verify
-from inkling_sconv.server import BASE_OPTIONS, HOST, MTP_OPTIONS, Server, ServerError
+from inkling_sconv import plugin
+from inkling_sconv.proof import checkpoint, equality, verify
+from inkling_sconv.proof.server import BASE_OPTIONS, HOST, MTP_OPTIONS, Server, ServerError
 from rich.console import Console
 from rich.table import Table
 
@@ -110,15 +111,15 @@ def contenders(names: Sequence[str]) -> list[Contender]:
         BenchError: the installed SGLang or plugin does not allow it.
     """
     import harness
-    from inkling_sconv import source
-    from inkling_sconv.tree import TreeError, find
+    from inkling_sconv.codemod import shape
+    from inkling_sconv.trees.tree import TreeError
 
     if {*names} - {APPLIED, INSTALLED} and not (plugin.is_installed() and plugin.is_allowed()):
         raise BenchError("SGLang would not load the plugin here: python -m inkling_sconv says why")
     crashing = applied = Path()
     if {*names} - {INSTALLED}:
         try:
-            if source.shape(find(None).backend.read_bytes()) is source.Shape.EXEMPT:
+            if shape.read_shape(find(None).backend.read_bytes()) is source.Shape.EXEMPT:
                 raise BenchError(
                     "draft-extend is exempt in the installed SGLang, and no crashing fork can be "
                     "made of it: --contenders --installed"
@@ -148,7 +149,7 @@ def contenders(names: Sequence[str]) -> list[Contender]:
 
 def answers(server: Server, vocabulary: int) -> dict[str, Any]:
     """What has to be the same with every contender; lists with an entry per request."""
-    prompts = exact.prompts(PROMPTS, LENGTHS, vocabulary)
+    prompts = equality.draw_prompts(PROMPTS, LENGTHS, vocabulary)
     steps, streamed = [], []
     for prompt in prompts:
         readings = []
@@ -161,7 +162,7 @@ def answers(server: Server, vocabulary: int) -> dict[str, Any]:
         streamed.append([*chain.from_iterable(groups)])
     server.flush()
     cold = server.generate(prompts, NEW_TOKENS)
-    suffixes = exact.prompts(PROMPTS, [SUFFIX], vocabulary, seed=1)
+    suffixes = equality.draw_prompts(PROMPTS, [SUFFIX], vocabulary, seed=1)
     hits = []
     for prompt, answer, suffix in zip(prompts, cold, suffixes, strict=True):
         prefix = [*prompt, *answer["output_ids"]]
@@ -175,7 +176,7 @@ def answers(server: Server, vocabulary: int) -> dict[str, Any]:
         ACCEPTED_ON_HITS: [accepted(answer) for answer in hits],
         "logprobs, empty cache": [logprobs(answer) for answer in cold],
         "logprobs, cached prefix": [logprobs(answer) for answer in hits],
-        "accept length": exact.accept_length(cold),
+        "accept length": equality.compute_accept_length(cold),
     }
 
 
@@ -193,14 +194,14 @@ def logprobs(answer: dict[str, Any]) -> list[float | None]:
     return [entry[0] for entry in scored]
 
 
-def compare(name: str, theirs: dict[str, Any], mine: dict[str, Any]) -> list[exact.Comparison]:
+def compare(name: str, theirs: dict[str, Any], mine: dict[str, Any]) -> list[equality.Comparison]:
     """One comparison for each of ``answers``; what is no number differs from everything."""
 
     def floats(lists: list[list[Any]]) -> list[list[float]]:
         return [[math.nan if value is None else value for value in values] for values in lists]
 
     return [
-        exact.compare(f"{name}: {what}", floats(theirs[what]), floats(mine[what]))
+        equality.compare(f"{name}: {what}", floats(theirs[what]), floats(mine[what]))
         for what, values in theirs.items()
         if isinstance(values, list) and not (CHECKPOINTS in name and what == ACCEPTED_ON_HITS)
     ]
@@ -271,7 +272,7 @@ def profiled(server: Server, vocabulary: int, batch: int, folder: Path) -> Profi
         ServerError: as ``Server.post``.
         TraceError: there is not one trace, or as of ``decode_trace``.
     """
-    prompts = exact.prompts(batch, [128], vocabulary, seed=2)
+    prompts = equality.draw_prompts(batch, [128], vocabulary, seed=2)
     server.flush()
     # Once without it: what is compiled at a first use is no step's.
     server.generate(prompts, 16)
@@ -460,7 +461,7 @@ def one_turn(
     """
     answers: dict[str, list[Any]] = {}
     for batch in batches:
-        prompts = exact.prompts(batch, [128], vocabulary, seed=3)
+        prompts = equality.draw_prompts(batch, [128], vocabulary, seed=3)
         server.flush()
         start = time.perf_counter()
         answered = server.generate(prompts, OUTPUT_TOKENS)
@@ -561,7 +562,7 @@ def graphs_table(results: dict[str, Result]) -> Table:
     return table
 
 
-def equality_table(comparisons: Sequence[exact.Comparison]) -> Table:
+def equality_table(comparisons: Sequence[equality.Comparison]) -> Table:
     table = Table(title="to the bit", title_justify="left")
     for heading in ("", "compared", "differ", "largest"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -672,7 +673,7 @@ def run(
     def say(what: str) -> None:
         console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False)
 
-    def write(comparisons: Sequence[exact.Comparison] = ()) -> None:
+    def write(comparisons: Sequence[equality.Comparison] = ()) -> None:
         if options.json:
             report = {
                 "machine": about,
@@ -685,9 +686,9 @@ def run(
     with tempfile.TemporaryDirectory(prefix="bench_server_") as folder:
         model = Path(folder) / "tiny"
         if entrants:
-            tiny.write(model)
+            checkpoint.write_checkpoint(model)
         if options.turns:
-            vocabulary = verify.vocabulary(model)
+            vocabulary = verify.read_vocabulary_size(model)
             in_turns(entrants, results, model, vocabulary, options, say, write, **server)
         for turn in range(options.rounds if entrants and not options.turns else 0):
             first = turn % len(entrants)
@@ -696,7 +697,13 @@ def run(
                 say(f"{entrant.name}: starting a server")
                 try:
                     measure(
-                        entrant, result, model, verify.vocabulary(model), options, say, **server
+                        entrant,
+                        result,
+                        model,
+                        verify.read_vocabulary_size(model),
+                        options,
+                        say,
+                        **server,
                     )
                 except ServerError as error:
                     result.error = str(error)
@@ -794,7 +801,7 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
 
 def lacking(options: argparse.Namespace, names: Sequence[str]) -> str | None:
     """What this machine lacks for what is asked; None if nothing."""
-    if names and (machine_lacks := verify.missing()) is not None:
+    if names and (machine_lacks := verify.why_unavailable()) is not None:
         return machine_lacks
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         return "--plot: matplotlib is not installed for this Python"

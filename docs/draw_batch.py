@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
-from inkling_sconv.windows import track_conv_indices
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from inkling_sconv.replace import ReplaceError, replace, restore
+from inkling_sconv.trees.replacement import ReplaceError
 
 OLD, NEW = b"old\r\n" * 100, b"new\n" * 120
 SYSTEM = (

@@ -21,8 +21,11 @@ from rich.table import Table
 
 CODE = """
 import importlib, json
-from inkling_sconv import plugin, probe
-module = importlib.import_module(plugin.BACKEND_MODULE)
+from inkling_sconv import names
+from inkling_sconv import plugin
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
+module = importlib.import_module(names.BACKEND_MODULE)
 (cls,) = probe.find_backends(module)
 without = probe.classify(cls)
 from sglang.srt.plugins import load_plugins

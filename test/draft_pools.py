@@ -15,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from inkling_sconv import plugin, probe, runners
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
+from inkling_sconv.probe import runners
 from sglang.srt.plugins import load_plugins
 
 WINDOW, CHANNELS, WIDTH, INTERVAL = 3, 16, 3, 8
@@ -61,8 +63,8 @@ def draw(seed: int) -> SimpleNamespace:
 
 def main() -> None:
     load_plugins()
-    (backend,) = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))
-    module = importlib.import_module(runners.CONVOLUTION)
+    (backend,) = probe.find_backends(importlib.import_module(names.BACKEND_MODULE))
+    module = importlib.import_module(names.SHORT_CONVOLUTION_MODULE)
     convolution = type(
         "Convolution",
         (module.ShortConvolution,),

@@ -14,7 +14,7 @@ forks a child for each, and prints the child's JSON when it is done. A job is
 ``contract``  the tests of ``test/contract``.
 ``mutants``   the same tests against every mutant.
 ``texts``     no plugin: the states of the classes in every file of FOLDER.
-``checks``    no plugin: what ``inkling_sconv.checks`` prints.
+``checks``    no plugin: what ``inkling_sconv.plugin.advice`` prints.
 ``designs``   no plugin: the rows of the decision table, for the crashing tree.
 
 And those of ``test/mending.py``.
@@ -87,7 +87,7 @@ def changed(before: dict[str, Any]) -> list[str]:
 
 
 def states(module: Any) -> dict[str, dict[str, str]]:
-    from inkling_sconv import probe
+    from inkling_sconv.probe import backend as probe
 
     found = {}
     for cls in probe.find_backends(module):
@@ -122,11 +122,12 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
     if scenario == "texts":
         return texts(Path(folder))
     if scenario == "checks":
-        from inkling_sconv import checks
+        from inkling_sconv import names
+        from inkling_sconv.probe import contract
 
         sys.argv[1:] = []
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            checks.main()
+            contract.main()
         return {"output": output.getvalue()}
     if scenario == "designs":
         import designs
@@ -137,7 +138,8 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
     if scenario in mending.SCENARIOS:
         return mending.play(scenario)
 
-    from inkling_sconv import plugin, probe
+    from inkling_sconv import names, plugin
+    from inkling_sconv.probe import backend as probe
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -149,30 +151,30 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
 
     result: dict[str, Any] = {
         "log": log,
-        "imported_by_runners": plugin.BACKEND_MODULE in sys.modules,
+        "imported_by_runners": names.BACKEND_MODULE in sys.modules,
     }
     if scenario in ("early", "patched"):
-        module = importlib.import_module(plugin.BACKEND_MODULE)
+        module = importlib.import_module(names.BACKEND_MODULE)
         result["bare"] = states(module)
         if scenario == "patched":
             (cls,) = probe.find_backends(module)
-            setattr(cls, probe.REFRESH, lambda self, batch, on_graph_path: None)
+            setattr(cls, names.REFRESH, lambda self, batch, on_graph_path: None)
         before = attributes()
         load_plugins()
         result["changed"] = changed(before)
     else:
         if scenario == "hooked":
             HookRegistry.register(
-                f"{plugin.BACKEND_MODULE}.InklingShortConvAttnBackend.{probe.REFRESH}",
+                f"{names.BACKEND_MODULE}.InklingShortConvAttnBackend.{names.REFRESH}",
                 lambda original, *args: original(*args),
                 HookType.AROUND,
                 source=HookSource("other", "other-dist"),
             )
         before = attributes()
         load_plugins()
-        result["imported_by_plugins"] = plugin.BACKEND_MODULE in sys.modules
+        result["imported_by_plugins"] = names.BACKEND_MODULE in sys.modules
         result["changed_by_plugins"] = changed(before)
-        module = importlib.import_module(plugin.BACKEND_MODULE)
+        module = importlib.import_module(names.BACKEND_MODULE)
         if scenario == "twice":
             plugin.register()
     return {**result, "states": states(module)}

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import bench_server
-from inkling_sconv import server
+from inkling_sconv.proof import server
 
 command = (sys.executable, "-S", str(Path(__file__).with_name("fake_server.py")))
 modes = dict(pair.split("=") for pair in os.environ["FAKE_BENCH"].split())
-bench_server.verify.missing = lambda: None
+bench_server.verify.why_unavailable = lambda: None
 bench_server.verify.vocabulary = lambda _: 500
 bench_server.contenders = lambda names: [
     bench_server.Contender(name, {"FAKE_SERVER": modes[name]}) for name in names

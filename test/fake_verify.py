@@ -6,10 +6,11 @@ import functools
 import sys
 from pathlib import Path
 
-from inkling_sconv import cli, server, verify
+from inkling_sconv import cli
+from inkling_sconv.proof import server, verify
 
 command = (sys.executable, "-S", str(Path(__file__).with_name("fake_server.py")))
-verify.missing = lambda: None
+verify.why_unavailable = lambda: None
 verify.Server = functools.partial(server.Server, command=command)
 server.GRACE_SECONDS = 1
 cli.app()

@@ -26,16 +26,16 @@ import torch
 
 
 def _modules() -> dict[str, Any]:
-    from inkling_sconv import fixes
+    from inkling_sconv.plugin import fixes
 
     return {fix.name: importlib.import_module(fix.module) for fix in fixes.FIXES}
 
 
 def _harms() -> dict[str, bool]:
-    from inkling_sconv import fixes
+    from inkling_sconv.plugin import fixes
 
     modules = _modules()
-    return {fix.name: bool(fix.harms(modules[fix.name])) for fix in fixes.FIXES}
+    return {fix.name: bool(fix.is_needed(modules[fix.name])) for fix in fixes.FIXES}
 
 
 def _attributes() -> dict[str, Any]:
@@ -55,7 +55,8 @@ def _differ(before: dict[str, Any]) -> list[str]:
 
 def _own(names: list[str]) -> list[str]:
     """Those of the modules that the fixes are for; a module that is imported meanwhile is new."""
-    from inkling_sconv import fixes
+    from inkling_sconv import names
+    from inkling_sconv.plugin import fixes
 
     modules = tuple({f"{fix.module}." for fix in fixes.FIXES})
     return [name for name in names if name.startswith(modules)]
@@ -72,7 +73,8 @@ def _listen() -> list[str]:
 
 def questions() -> dict[str, Any]:
     """Every question's answer in the bare tree, and what asking left behind."""
-    from inkling_sconv import fixes, runners
+    from inkling_sconv.plugin import fixes
+    from inkling_sconv.probe import runners
 
     modules = _modules()
     before = _attributes()
@@ -81,7 +83,7 @@ def questions() -> dict[str, Any]:
         "harms": first,
         "again": second == first,
         "tracks": [
-            runners.tracks(modules[fixes.FIXES[0].name], speculative=speculative)
+            runners.tracks_conv_windows(modules[fixes.FIXES[0].name], speculative=speculative)
             for speculative in (False, True)
         ],
         "left": _own(_differ(before)),
@@ -90,37 +92,37 @@ def questions() -> dict[str, Any]:
 
 def mended() -> dict[str, Any]:
     """As a server would: plugins, then the backend, among modules that are all imported."""
-    from inkling_sconv import plugin
+    from inkling_sconv import names
     from sglang.srt.plugins import load_plugins
 
     _modules()
     log, before = _listen(), _attributes()
     load_plugins()
-    importlib.import_module(plugin.BACKEND_MODULE)
+    importlib.import_module(names.BACKEND_MODULE)
     return {"log": log, "changed": _own(_differ(before)), "harms": _harms()}
 
 
 def other_model() -> dict[str, Any]:
     """A server that imports the runners, and never Inkling's backend."""
-    from inkling_sconv import plugin, runners
+    from inkling_sconv import names
     from sglang.srt.plugins import load_plugins
 
-    for name in (runners.PREFILL, runners.DRAFT_EXTEND):
+    for name in (names.PREFILL_RUNNER_MODULE, names.DRAFT_EXTEND_RUNNER_MODULE):
         importlib.import_module(name)
     log, before = _listen(), _attributes()
     load_plugins()
-    for name in (runners.PREFILL, runners.DRAFT_EXTEND):
+    for name in (names.PREFILL_RUNNER_MODULE, names.DRAFT_EXTEND_RUNNER_MODULE):
         importlib.import_module(name)
     return {
         "log": log,
         "changed": _differ(before),
-        "backend": plugin.BACKEND_MODULE in sys.modules,
+        "backend": names.BACKEND_MODULE in sys.modules,
     }
 
 
 def undrivable() -> dict[str, Any]:
     """As ``mended``, with two runners of which the method raises that a question drives."""
-    from inkling_sconv import plugin
+    from inkling_sconv import names
     from sglang.srt.plugins import load_plugins
 
     def raises(*_: Any, **__: Any) -> None:
@@ -131,7 +133,7 @@ def undrivable() -> dict[str, Any]:
     modules["draft-checkpoint"].MultiLayerEagleDraftExtendCudaGraphRunner.get_forward_batch = raises
     log, before = _listen(), _attributes()
     load_plugins()
-    importlib.import_module(plugin.BACKEND_MODULE)
+    importlib.import_module(names.BACKEND_MODULE)
     return {"log": log, "changed": _own(_differ(before))}
 
 
@@ -140,9 +142,9 @@ def undrivable() -> dict[str, Any]:
 
 def _prefill_host(module: Any, tracking: bool = True) -> Any:
     """A prefill runner of four request slots, whose ``load_batch`` is the tree's."""
-    from inkling_sconv import runners
+    from inkling_sconv import names
 
-    registry = importlib.import_module(runners.REGISTRY).build_prefill_registry(
+    registry = importlib.import_module(names.BUFFER_REGISTRY_MODULE).build_prefill_registry(
         device=torch.device("cpu"),
         max_bs=4,
         max_num_token=16,
@@ -150,7 +152,7 @@ def _prefill_host(module: Any, tracking: bool = True) -> Any:
         enable_mamba_track=tracking,
         share_pool=False,
     )
-    return runners._host(
+    return stand_ins.make_instance(
         module.PrefillCudaGraphRunner,
         "load_batch",
         buffer_registry=registry,
@@ -164,7 +166,7 @@ def _prefill_host(module: Any, tracking: bool = True) -> Any:
 
 def rows(module: Any) -> dict[str, Any]:
     """The track buffers after each of three loads, and what ``load_batch`` returned."""
-    from inkling_sconv import runners
+    from inkling_sconv.probe import runners
 
     host, seen = _prefill_host(module), []
     for requests in (3, 1, 2):
@@ -186,24 +188,24 @@ def rows(module: Any) -> dict[str, Any]:
 
 def tracking(module: Any) -> dict[str, bool]:
     """``_is_mamba_track_enabled`` by speculation, extra buffer and radix cache."""
-    from inkling_sconv import runners
-    from inkling_sconv.runners import _On
+    from inkling_sconv.probe import runners
+    from inkling_sconv.probe.stand_ins import AllOn
 
     found = {}
     for speculative in (False, True):
         for extra in (True, False):
             for radix in (True, False):
-                set_to = _On(enable_mamba_extra_buffer=extra, disable_radix_cache=not radix)
+                set_to = AllOn(enable_mamba_extra_buffer=extra, disable_radix_cache=not radix)
                 # Up to 0.5.17 these are methods and attributes of the server's arguments.
                 arguments = types.SimpleNamespace(
                     enable_mamba_extra_buffer=lambda extra=extra: extra,
                     disable_radix_cache=not radix,
                 )
-                algorithm = _On(is_none=not speculative)
-                host = runners._host(
+                algorithm = AllOn(is_none=not speculative)
+                host = stand_ins.make_instance(
                     module.PrefillCudaGraphRunner,
                     "_is_mamba_track_enabled",
-                    model_runner=_On(spec_algorithm=algorithm, server_args=arguments),
+                    model_runner=AllOn(spec_algorithm=algorithm, server_args=arguments),
                 )
                 with runners._configured(module, set_to):
                     name = f"speculative={speculative} extra={extra} radix={radix}"
@@ -218,8 +220,7 @@ def _draft_hosts(module: Any, recordable: tuple[bool | None, ...]) -> tuple[Any,
     ``recordable`` says of each step's backend whether a graph may record its gather of slots; None:
     it has no short convolutions.
     """
-    from inkling_sconv import runners
-    from inkling_sconv.runners import _With
+    from inkling_sconv.probe.stand_ins import Stub
 
     sidecars = [
         types.SimpleNamespace()
@@ -229,13 +230,13 @@ def _draft_hosts(module: Any, recordable: tuple[bool | None, ...]) -> tuple[Any,
         )
         for value in recordable
     ]
-    step = runners._host(
+    step = stand_ins.make_instance(
         module.MultiLayerEagleDraftExtendCudaGraphRunner,
         "get_forward_batch",
         captured_req_width=2,
         extend_seq_lens_cpu=[2] * 4,
         num_front_tokens=0,
-        model_runner=_With(
+        model_runner=Stub(
             model_config=types.SimpleNamespace(
                 dtype=torch.float32, hidden_size=2, vocab_size=8, hf_config=object()
             )
@@ -255,10 +256,10 @@ def _draft_hosts(module: Any, recordable: tuple[bool | None, ...]) -> tuple[Any,
         "_vocab_size": lambda: 8,
     }
     cls = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
-    whole = runners._host(cls, "_allocate_buffers", **given)
+    whole = stand_ins.make_instance(cls, "_allocate_buffers", **given)
     with mock.patch.object(module, "get_draft_input_from_target_hidden_dim", lambda _: 2):
         buffers = whole._allocate_buffers()
-    whole = runners._host(
+    whole = stand_ins.make_instance(
         cls,
         "prepare",
         **given,
@@ -273,7 +274,7 @@ def _draft_hosts(module: Any, recordable: tuple[bool | None, ...]) -> tuple[Any,
 
 def draft_buffers(module: Any) -> dict[str, Any]:
     """The checkpoint slots as captures and replays of draft-extend see them."""
-    from inkling_sconv.runners import _With
+    from inkling_sconv.probe.stand_ins import Stub
 
     found: dict[str, Any] = {}
     whole, step = _draft_hosts(module, (True, True))
@@ -290,7 +291,7 @@ def draft_buffers(module: Any) -> dict[str, Any]:
     with mock.patch.object(module, "fill_draft_extend_prepare_buffers"):
         for live in ([5, 6, 7, 8], [9, 3, 4], [2], None, [6, 6]):
             size = 3 if live is None else len(live)
-            batch = _With(
+            batch = Stub(
                 batch_size=size,
                 mamba_track_indices=None if live is None else torch.tensor(live),
                 seq_lens_cpu=None,
@@ -307,7 +308,7 @@ def draft_buffers(module: Any) -> dict[str, Any]:
         kept = getattr(whole.buffers, "mamba_track_indices", None)
         found["translated"].append([kept is None, step.get_forward_batch(2).mamba_track_indices])
         with mock.patch.object(module, "fill_draft_extend_prepare_buffers"):
-            batch = _With(
+            batch = Stub(
                 batch_size=1,
                 mamba_track_indices=torch.tensor([5]),
                 seq_lens_cpu=None,
@@ -321,26 +322,26 @@ def draft_buffers(module: Any) -> dict[str, Any]:
 
 def window(module: Any) -> dict[str, Any]:
     """The convolution's method on one request, its interval read from the configuration."""
-    from inkling_sconv import runners
-    from inkling_sconv.runners import _On, _With
+    from inkling_sconv.probe import runners
+    from inkling_sconv.probe.stand_ins import AllOn, Stub
 
     found = {}
     for interval in (4, 8, 16):
         slots = torch.tensor([1])
-        host = runners._host(
+        host = stand_ins.make_instance(
             module.ShortConvolution,
             "_update_sconv_cache_for_draft_extend",
-            _conv_state=lambda _, slots=slots: _With(track_cache_indices=slots),
+            _conv_state=lambda _, slots=slots: Stub(track_cache_indices=slots),
         )
         cache = torch.zeros(2, 3, 1)
         cache[0, :, 0] = torch.tensor([3.0, 4.0, 5.0])
-        batch = _With(
+        batch = Stub(
             batch_size=1,
             seq_lens=torch.tensor([10]),
             mamba_track_indices=slots,
-            spec_info=_With(num_accept_tokens=torch.tensor([3]), num_front_tokens=2),
+            spec_info=Stub(num_accept_tokens=torch.tensor([3]), num_front_tokens=2),
         )
-        with runners._configured(module, _On(mamba=_On(mamba_track_interval=interval))):
+        with runners._configured(module, AllOn(mamba=AllOn(mamba_track_interval=interval))):
             host._update_sconv_cache_for_draft_extend(
                 batch, cache, torch.tensor([0]), torch.arange(4.0, 10.0)[:, None]
             )
@@ -350,16 +351,16 @@ def window(module: Any) -> dict[str, Any]:
 
 def state(module: Any) -> dict[str, Any]:
     """What the draft's worker does to its two pools, which three heads have, by forward mode."""
-    from inkling_sconv import runners
-    from inkling_sconv.runners import _With
+    from inkling_sconv.probe import runners
+    from inkling_sconv.probe.stand_ins import Stub
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     def pool(calls: list[Any]) -> Any:
-        made = _With(
+        made = Stub(
             clear_slots=lambda slots: calls.append(["clear", slots.tolist()]),
             copy_from=lambda src, dst: calls.append(["copy", src.tolist(), dst.tolist()]),
         )
-        return _With(req_to_token_pool=_With(mamba_pool=made))
+        return Stub(req_to_token_pool=Stub(mamba_pool=made))
 
     found = {}
     for name, keyword in (
@@ -370,15 +371,15 @@ def state(module: Any) -> dict[str, Any]:
     ):
         calls: list[Any] = []
         first, second = pool(calls), pool(calls)
-        architecture = _With(architectures=["InklingForConditionalGenerationMTP"])
-        worker = runners._host(
+        architecture = Stub(architectures=["InklingForConditionalGenerationMTP"])
+        worker = stand_ins.make_instance(
             module.MultiLayerEagleDraftWorker,
             "_apply_deferred_mamba_init_to_draft_pools",
-            draft_runner=_With(model_config=_With(hf_config=architecture)),
+            draft_runner=Stub(model_config=Stub(hf_config=architecture)),
             draft_runner_list=[first, second, first],
         )
         slots = (torch.tensor([n]) for n in (3, 5, 4))
-        batch = _With(
+        batch = Stub(
             forward_mode=ForwardMode[name],
             **dict(zip(runners.CLEAR_FIELDS, slots, strict=True)),
         )
@@ -394,7 +395,7 @@ def state(module: Any) -> dict[str, Any]:
 def driven(fixes: Any = None) -> dict[str, Any]:
     """Each fix alone, in a tree that has every harm, and every wrapped method driven."""
     if fixes is None:
-        from inkling_sconv import fixes
+        from inkling_sconv.plugin import fixes
     modules = _modules()
     by_name = {fix.name: fix for fix in fixes.FIXES}
     found: dict[str, Any] = {"names": [[fix.name, fix.change] for fix in fixes.FIXES]}
@@ -433,7 +434,7 @@ def _in_a_child(function: Callable[[], Any]) -> Any:
 
 def variant(*edits: tuple[str, str]) -> Any:
     """A copy of ``fixes.py``, with ``edits``; each ``old`` stands there exactly once."""
-    from inkling_sconv import fixes
+    from inkling_sconv.plugin import fixes
 
     text = inspect.getsource(fixes)
     for old, new in edits:
@@ -464,13 +465,14 @@ def wrong_fixes() -> dict[str, Any]:
 def draft_states() -> dict[str, Any]:
     """The tree's own method beside ours, its Triton kernel interpreted, on steps without front."""
     from drafts_steps import Step, expected, run
-    from inkling_sconv import drafts, runners
-    from inkling_sconv.runners import _On, _With
+    from inkling_sconv import names
+    from inkling_sconv.probe import runners
+    from inkling_sconv.probe.stand_ins import AllOn, Stub
 
     # Whether a kernel is interpreted is decided where it is decorated.
-    sys.modules.pop(runners.CONVOLUTION, None)
+    sys.modules.pop(names.SHORT_CONVOLUTION_MODULE, None)
     os.environ["TRITON_INTERPRET"] = "1"
-    module = importlib.import_module(runners.CONVOLUTION)
+    module = importlib.import_module(names.SHORT_CONVOLUTION_MODULE)
     draw = random.Random(0)
     seen = dict.fromkeys(
         ("compared", "tracked", "crossed", "states", "checkpoints", "misplaced"), 0
@@ -498,11 +500,11 @@ def draft_states() -> dict[str, Any]:
             theirs: bool = True,
             **rest: Any,
         ) -> None:
-            batch = _With(
+            batch = Stub(
                 batch_size=step.rows,
                 seq_lens=rest["seq_lens"],
                 mamba_track_indices=rest["track_slots"],
-                spec_info=_With(num_accept_tokens=rest["accepted"], num_front_tokens=0),
+                spec_info=Stub(num_accept_tokens=rest["accepted"], num_front_tokens=0),
             )
             given = {
                 "_conv_state": lambda _: types.SimpleNamespace(
@@ -510,16 +512,16 @@ def draft_states() -> dict[str, Any]:
                 ),
                 "_inkling_sconv_interval": lambda: rest["interval"],
             }
-            cls = module.ShortConvolution if theirs else drafts.InklingShortConvolution
+            cls = module.ShortConvolution if theirs else convolution.InklingShortConvolution
             name = "_update_sconv_cache_for_draft_extend"
-            host = runners._host(cls, name, **given)
+            host = stand_ins.make_instance(cls, name, **given)
             flat = hidden.flatten(0, 1) if number % 2 else hidden
             extra = types.SimpleNamespace(
                 mamba_track_interval=rest["interval"], enable_mamba_extra_buffer=True
             )
             # What it asks first goes into the kernel, which takes a bool.
             with (
-                runners._configured(module, _On(mamba=extra)),
+                runners._configured(module, AllOn(mamba=extra)),
                 mock.patch.object(module, "mamba_extra_buffer_enabled", lambda: True, create=True),
             ):
                 getattr(host, name)(batch, cache, rest["cache_indices"], flat)
@@ -544,7 +546,7 @@ def draft_states() -> dict[str, Any]:
 
 def server_options() -> dict[str, Any]:
     """What the tree's own parser says of the options that our servers start with."""
-    from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS
+    from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

@@ -156,12 +156,12 @@ def tokenizer(checkpoint: str) -> dict[str, Any]:
 
 
 def kl(checkpoint: str) -> dict[str, Any]:
-    from inkling_sconv import tiny
+    from inkling_sconv.proof import checkpoint
     from sglang.test import kl_test_utils
 
     paths = [
-        tiny.write_kl_prompts(checkpoint),
-        tiny.write_kl_prompts(checkpoint, prompt_tokens=200, samples=5),
+        checkpoint.write_kl_prompts(checkpoint),
+        checkpoint.write_kl_prompts(checkpoint, prompt_tokens=200, samples=5),
     ]
     try:
         prompts = kl_test_utils.get_input_ids(checkpoint)

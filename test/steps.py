@@ -139,7 +139,6 @@ def load(
     Triton reads the source of a kernel from a file, and decides while it decorates whether to
     interpret it.
     """
-    from inkling_sconv import windows
 
     text = Path(windows.__file__).with_name(name).read_text()
     for old, new in edits:
@@ -173,7 +172,7 @@ def refresh_arguments(step: Step, device: str, *, tracked: bool) -> tuple[Any, A
 
     ``tracked`` is a live batch; without it, a capture batch: no track fields, no prefix lengths.
     """
-    from inkling_sconv.backend import InklingSconvBackend
+    from inkling_sconv.plugin.backend import InklingSconvBackend
 
     arguments = step.arguments(device)
     backend = SimpleNamespace(

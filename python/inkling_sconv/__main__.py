@@ -12,6 +12,7 @@ import logging
 import sys
 
 from inkling_sconv import __version__
+from inkling_sconv.names import BACKEND_MODULE, PLUGIN, PLUGIN_GROUP
 
 
 def main() -> int:
@@ -19,19 +20,17 @@ def main() -> int:
 
     Returns 0 if the plugin was asked; 1 if it never will be, with the reason on stderr.
     """
-    from inkling_sconv import plugin
-
     try:
-        reason = _unreachable()
+        reason = _why_unreachable()
         if reason is None:
-            plugins = importlib.import_module(plugin.GROUP)
+            plugins = importlib.import_module(PLUGIN_GROUP)
             logging.getLogger("inkling_sconv").setLevel(logging.INFO)
             logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.ERROR)
             plugins.load_plugins()
-            importlib.import_module(plugin.BACKEND_MODULE)
+            importlib.import_module(BACKEND_MODULE)
             _import_runners()
     except ModuleNotFoundError as error:
-        if error.name == plugin.BACKEND_MODULE:
+        if error.name == BACKEND_MODULE:
             print(
                 f"inkling_sconv {__version__}: this SGLang has no Inkling backend; nothing to do."
             )
@@ -51,28 +50,28 @@ def main() -> int:
 
 def _import_runners() -> None:
     """Import what fixes wait for: some of it a server imports when it speculates."""
-    from inkling_sconv.fixes import FIXES
+    from inkling_sconv.plugin.fixes import FIXES
 
     for fix in FIXES:
         with contextlib.suppress(Exception):
             importlib.import_module(fix.module)
 
 
-def _unreachable() -> str | None:
+def _why_unreachable() -> str | None:
     """Why SGLang would never call ``register()`` here; None if it will."""
-    from inkling_sconv import plugin
+    from inkling_sconv.plugin import settings
 
     if importlib.util.find_spec("sglang") is None:
         return f"SGLang is not installed for {sys.executable}; install it there."
-    group = plugin.GROUP
+    group = PLUGIN_GROUP
     if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(group) is None:
         return (
             f"this SGLang is older than the plugin door ({group}); upgrade it to 0.5.17 or newer."
         )
-    if not plugin.is_installed():
+    if not settings.is_installed():
         return "the entry point is missing; install the package with pip."
-    if not plugin.is_allowed():
-        return f"SGLANG_PLUGINS keeps this plugin out; add {plugin.PLUGIN} to it, or unset it."
+    if not settings.is_allowed():
+        return f"SGLANG_PLUGINS keeps this plugin out; add {PLUGIN} to it, or unset it."
     return None
 
 

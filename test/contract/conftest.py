@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
-from inkling_sconv import plugin, probe
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
 from sglang.srt.plugins import load_plugins
 
 settings.register_profile("contract", max_examples=150, deadline=None, derandomize=True)
@@ -24,7 +25,7 @@ settings.register_profile(
 settings.load_profile("contract")
 
 load_plugins()
-MODULE = importlib.import_module(plugin.BACKEND_MODULE)
+MODULE = importlib.import_module(names.BACKEND_MODULE)
 
 
 @pytest.fixture(scope="session")

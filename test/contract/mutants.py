@@ -320,7 +320,7 @@ def build(wrong: Mutant, host: type, **form: bool) -> type:
         # backend.py imports the arithmetic by name: give a copy of it the wrong one.
         windows, module = module, types.ModuleType(BACKEND)
         exec(inspect.getsource(importlib.import_module(BACKEND)), vars(module))
-        vars(module)["track_conv_indices"] = windows.track_conv_indices
+        vars(module)["track_conv_indices"] = track_conv_indices.track_conv_indices_ref
     ours = module.InklingSconvBackend
 
     def alloc(self) -> None:
@@ -367,11 +367,15 @@ def run(subject: type) -> dict[str, bool]:
 
 def results() -> dict[str, dict[str, bool]]:
     """``{control or mutant: {test: whether it is red}}``; run where SGLang is the crashing fork."""
-    from inkling_sconv import plugin, probe
+    from inkling_sconv import names
+    from inkling_sconv.probe import backend as probe
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    grafted = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))[0]
-    bare = {name: inspect.unwrap(vars(grafted)[name]) for name in (probe.ALLOC, probe.REFRESH)}
+    grafted = probe.find_backends(importlib.import_module(names.BACKEND_MODULE))[0]
+    bare = {
+        name: inspect.unwrap(vars(grafted)[name])
+        for name in (names.ALLOC_GRAPH_BUFFERS, names.REFRESH)
+    }
     host = type("Host", (grafted,), bare)
     return {m.name: run(build(m, host)) for m in (*CONTROLS, *MUTANTS)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from formula import INTEGERS, Case, expected, live_batches
 from hypothesis import given
-from inkling_sconv.probe import Rig
+from inkling_sconv.probe.backend import Rig
 
 DRAFT_EXTEND = "DRAFT_EXTEND_V2"
 GRAPH_MODES = (DRAFT_EXTEND, "EXTEND")

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "registered" / "ink
 import harness
 import mutants
 import test_inkling_refresh_capture as capture
-from inkling_sconv import plugin, probe
-from inkling_sconv.probe import Rig
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
+from inkling_sconv.probe.backend import Rig
 
 
 def refuses(subject: type) -> bool:
@@ -50,7 +51,7 @@ CHECKS: dict[str, tuple[dict[str, bool], Callable[[type], int]]] = {
 
 
 def host() -> type:
-    module = importlib.import_module(plugin.BACKEND_MODULE)
+    module = importlib.import_module(names.BACKEND_MODULE)
     return probe.find_backends(module)[0]
 
 

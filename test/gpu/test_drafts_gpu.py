@@ -9,14 +9,14 @@ import pytest
 import torch
 from drafts_steps import BATCHES, MIXED, Step, expected, run, steps
 from hypothesis import given, settings
-from inkling_sconv import drafts
+from inkling_sconv.ops import draft_conv_state
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 
 def assert_formula(step: Step) -> None:
-    got = run(drafts.update_conv_state, step, "cuda")
+    got = run(draft_conv_state.update_draft_conv_state, step, "cuda")
     assert torch.equal(got, expected(step)), step
 
 
@@ -30,7 +30,7 @@ def test_by_hand(front, floats):
     def on_gpu(*values: int) -> torch.Tensor:
         return torch.tensor(values, device="cuda")
 
-    drafts.update_conv_state(
+    draft_conv_state.update_draft_conv_state(
         torch.arange(6.0 - front, 10.0, device="cuda").to(floats).view(1, -1, 1),
         cache,
         on_gpu(0),
@@ -73,11 +73,11 @@ def test_replays_read_what_is_there_then():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        drafts.update_conv_state(hidden, cache, **integers, **given_arguments)
+        draft_conv_state.update_draft_conv_state(hidden, cache, **integers, **given_arguments)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drafts.update_conv_state(hidden, cache, **integers, **given_arguments)
+        draft_conv_state.update_draft_conv_state(hidden, cache, **integers, **given_arguments)
     for seed in range(50):
         drawn = torch.Generator().manual_seed(seed)
         slots = torch.randperm(12, generator=drawn)
@@ -88,6 +88,8 @@ def test_replays_read_what_is_there_then():
         hidden.normal_(generator=generator)
         want = cache.cpu()
         on_cpu = {name: tensor.cpu() for name, tensor in integers.items()}
-        drafts.update_conv_state_reference(hidden.cpu(), want, **on_cpu, **given_arguments)
+        draft_conv_state.update_draft_conv_state_ref(
+            hidden.cpu(), want, **on_cpu, **given_arguments
+        )
         graph.replay()
         assert torch.equal(cache.cpu(), want), seed

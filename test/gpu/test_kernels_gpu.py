@@ -13,8 +13,8 @@ import torch
 from formula import INTEGERS, Case, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inkling_sconv import windows
-from inkling_sconv.backend import InklingSconvBackend
+from inkling_sconv.ops import track_conv_indices
+from inkling_sconv.plugin.backend import InklingSconvBackend
 from steps import GARBAGE, Step, load, refresh_arguments, run, steps
 
 if not torch.cuda.is_available():
@@ -68,7 +68,7 @@ def test_every_combination_of_dtypes(kernels, dtypes, prefix):
     shapes = product((1, 2, 7, 8, 9, 32, 160, 512, 4096), (1, 3, 4), (64, 96))
     for rows, window, chunk_size in shapes:
         step = prefill(rows, prefix=prefix, window=window, chunk_size=chunk_size, dtypes=dtypes)
-        want = run(windows.track_conv_indices, step)
+        want = run(track_conv_indices.track_conv_indices_ref, step)
         assert run(kernels.track_conv_indices, step, "cuda") == want
         case = Case(rows, step.query_start_loc, step.track_seqlens, step.prefix_lens or [0] * rows)
         assert want == expected(replace(case, window=window, chunk_size=chunk_size))
@@ -77,11 +77,11 @@ def test_every_combination_of_dtypes(kernels, dtypes, prefix):
 @settings(max_examples=1000, deadline=None)
 @given(step=steps(), chunk_size=st.sampled_from((64, 192)))
 def test_any_lengths(step, chunk_size):
-    from inkling_sconv import kernels
+    from inkling_sconv.ops import track_conv_indices
 
     # Every window and chunk size is a compilation of its own.
     step = replace(step, window=3, chunk_size=chunk_size)
-    want = run(windows.track_conv_indices, step)
+    want = run(track_conv_indices.track_conv_indices_ref, step)
     assert run(kernels.track_conv_indices, step, "cuda") == want
 
 
@@ -91,7 +91,7 @@ def test_200_batch_sizes_are_one_compilation(kernels, prefix):
     before = compiled(kernels)
     for rows in range(1, 201):
         step = prefill(rows, prefix=prefix, chunk_size=256, offset=rows % 5)
-        want = run(windows.track_conv_indices, step)
+        want = run(track_conv_indices.track_conv_indices_ref, step)
         assert run(kernels.track_conv_indices, step, "cuda") == want
     assert compiled(kernels) == before + 1
 
@@ -102,7 +102,9 @@ def test_one_launch(kernels, rows, prefix):
     arguments = prefill(rows, prefix=prefix).arguments("cuda")
     out = torch.empty(rows, 3, dtype=torch.int64, device="cuda")
     for destination in (None, out):
-        seen = launches(lambda to=destination: kernels.track_conv_indices(**arguments, out=to))
+        seen = launches(
+            lambda to=destination: track_conv_indices.track_conv_indices(**arguments, out=to)
+        )
         assert seen == ["_track_conv_indices_kernel"]
 
 
@@ -128,10 +130,10 @@ def test_a_replay_reads_what_is_there_then(kernels, rows, prefix):
     first = prefill(rows, prefix=prefix)
     arguments = first.arguments("cuda")
     out = torch.full((rows, 3), GARBAGE, device="cuda")
-    kernels.track_conv_indices(**arguments, out=out)
+    track_conv_indices.track_conv_indices(**arguments, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.track_conv_indices(**arguments, out=out)
+        track_conv_indices.track_conv_indices(**arguments, out=out)
     for longer in (1, 2, 0):
         step = replace(
             first,
@@ -144,11 +146,11 @@ def test_a_replay_reads_what_is_there_then(kernels, rows, prefix):
                 arguments[name].copy_(torch.tensor(getattr(step, name)))
         out.fill_(GARBAGE)
         graph.replay()
-        assert out.tolist() == run(windows.track_conv_indices, step)
+        assert out.tolist() == run(track_conv_indices.track_conv_indices_ref, step)
 
 
 @pytest.mark.parametrize("strides", ((2, 1, 1), (1, 2, 1), (1, 1, 2)))
 def test_what_the_kernel_does_not_take_is_still_right(kernels, strides):
     step = prefill(9, strides=strides)
-    want = run(windows.track_conv_indices, step)
+    want = run(track_conv_indices.track_conv_indices_ref, step)
     assert run(kernels.track_conv_indices, step, "cuda") == want

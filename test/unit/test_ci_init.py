@@ -13,7 +13,8 @@ import inkling_sconv
 import pytest
 import releases
 import yaml
-from inkling_sconv import ci, cli
+from inkling_sconv import cli
+from inkling_sconv.fork_ci import copy
 from typer.testing import CliRunner, Result
 
 CLASSES = {
@@ -50,13 +51,13 @@ def checkout(tmp_path) -> Path:
 def test_what_is_copied(checkout):
     result = run(checkout)
     assert result.exit_code == 0
-    own = releases.ROOT / ci.TESTS
-    copied = {path.name: path.read_bytes() for path in (checkout / ci.TESTS).iterdir()}
+    own = releases.ROOT / copy.TESTS
+    copied = {path.name: path.read_bytes() for path in (checkout / copy.TESTS).iterdir()}
     assert copied == {path.name: path.read_bytes() for path in own.glob("*.py")}
-    assert len(copied) >= 4 and (checkout / ci.WORKFLOW).is_file()
+    assert len(copied) >= 4 and (checkout / copy.WORKFLOW).is_file()
     assert {p for p in files(checkout) if (checkout / p).is_file()} == {
-        ci.WORKFLOW,
-        *(ci.TESTS / name for name in copied),
+        copy.WORKFLOW,
+        *(copy.TESTS / name for name in copied),
     }
     for word in ("INKLING_SCONV_RUNNER", f"[cli]=={inkling_sconv.__version__}", "git add"):
         assert word in result.stdout
@@ -64,7 +65,7 @@ def test_what_is_copied(checkout):
 
 def test_the_workflow(checkout):
     run(checkout)
-    text = (checkout / ci.WORKFLOW).read_text()
+    text = (checkout / copy.WORKFLOW).read_text()
     workflow = yaml.safe_load(text)
     assert "@VERSION@" not in text
     assert workflow["env"]["PACKAGE"] == f"sglang-inkling-sconv[cli]=={inkling_sconv.__version__}"
@@ -81,20 +82,20 @@ def test_the_workflow(checkout):
 
 def test_nothing_is_overwritten(checkout):
     run(checkout)
-    (checkout / ci.WORKFLOW).unlink()
-    (checkout / ci.TESTS / "harness.py").unlink()
-    (checkout / ci.TESTS / "harness.py").symlink_to("nowhere")
+    (checkout / copy.WORKFLOW).unlink()
+    (checkout / copy.TESTS / "harness.py").unlink()
+    (checkout / copy.TESTS / "harness.py").symlink_to("nowhere")
     before = files(checkout)
     line = one_line(run(checkout))
-    assert "nothing written" in line and f"{ci.TESTS}/harness.py" in line and "delete" in line
-    assert str(ci.WORKFLOW) not in line and files(checkout) == before
+    assert "nothing written" in line and f"{copy.TESTS}/harness.py" in line and "delete" in line
+    assert str(copy.WORKFLOW) not in line and files(checkout) == before
 
 
 def test_all_or_nothing(checkout, monkeypatch):
     written = []
 
     def full(path: Path, text: bytes) -> None:
-        if path.name == ci.WORKFLOW.name:
+        if path.name == copy.WORKFLOW.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         path.write_bytes(text)
         written.append(path)
@@ -102,7 +103,7 @@ def test_all_or_nothing(checkout, monkeypatch):
     monkeypatch.setattr(ci, "write", full)
     line = one_line(run(checkout))
     assert written and files(checkout) == set()
-    assert f"{ci.WORKFLOW.name}: nothing written: No space left on device" in line
+    assert f"{copy.WORKFLOW.name}: nothing written: No space left on device" in line
 
 
 def test_what_is_no_checkout(tmp_path, checkout):
@@ -146,7 +147,7 @@ for test in ci_register.collect_tests(sorted(files), sanity_check=True):
     register = fork / "python/sglang/test/ci/ci_register.py"
     out = subprocess.check_output([sys.executable, "-c", code, register], cwd=fork, text=True)
     found = dict(line.split(" ", 1) for line in out.splitlines())
-    assert set(found) == {str(ci.TESTS / p.name) for p in (fork / ci.TESTS).glob("*.py")}
+    assert set(found) == {str(copy.TESTS / p.name) for p in (fork / copy.TESTS).glob("*.py")}
     for name, registered in found.items():
         suite, disabled = registered.rsplit("large ", 1)
         assert suite == "CUDA base-b-test-1-gpu-"
@@ -157,12 +158,12 @@ for test in ci_register.collect_tests(sorted(files), sanity_check=True):
 def test_pytest_collects_them_there(fork):
     options = ("--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(ci.TESTS)],
+        [sys.executable, "-m", "pytest", *options, str(copy.TESTS)],
         cwd=fork,
         env=releases.environment(fork / "python", "0.5.17"),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    collected = {line.removeprefix(f"{ci.TESTS}/") for line in done.stdout.splitlines()}
+    collected = {line.removeprefix(f"{copy.TESTS}/") for line in done.stdout.splitlines()}
     assert collected >= CLASSES, done.stdout

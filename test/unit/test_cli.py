@@ -16,9 +16,11 @@ from types import SimpleNamespace
 import pytest
 import releases
 import variants
-from inkling_sconv import checks, cli, source
-from inkling_sconv.probe import State
-from inkling_sconv.source import Shape
+from inkling_sconv import cli
+from inkling_sconv.codemod import guard, shape
+from inkling_sconv.codemod.shape import Shape
+from inkling_sconv.probe import contract
+from inkling_sconv.probe.backend import State
 from test_fixes import ALL, HARMS
 from test_releases import CLASS, STATES
 from typer.testing import CliRunner, Result
@@ -176,13 +178,17 @@ def test_doctor(driven, tree, tmp_path):
 )
 def test_the_setting_has_what_is_on_by_default_too(state, left, setting):
     rows = [
-        checks.Row("", "", checks.Verdict.LIMIT if name in left else checks.Verdict.HOLDS, "", name)
+        contract.Row(
+            "", "", contract.Verdict.LIMIT if name in left else contract.Verdict.HOLDS, "", name
+        )
         for name in [*ALL, ""]
     ]
-    assert checks.setting(rows, State(state)) == setting
+    assert advice.advise_setting(rows, State(state)) == setting
     # What is named already is named again.
     if state == "guarded" and left:
-        assert checks.setting(rows, State(state), {"draft-state"}) == f"{setting},draft-state"
+        assert (
+            advice.advise_setting(rows, State(state), {"draft-state"}) == f"{setting},draft-state"
+        )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +299,7 @@ def test_doctor_of_an_installed_sglang_that_the_fixes_are_for():
         assert report["state"] == "untracked" and done.returncode == report["exit"] == code
         verdicts = {row["asked"]: row["verdict"] for row in report["rows"]}
         tracked = value in ("", "prefill-tracking")
-        assert verdicts[checks.SCATTER] == ("limit" if tracked else "broken")
+        assert verdicts[contract.SCATTER] == ("limit" if tracked else "broken")
         if value in ("", "none"):
             fixed ^= {r["fix"] for r in report["rows"] if r["fix"] and r["verdict"] == "holds"}
     assert fixed == set(ALL)
@@ -414,7 +420,7 @@ def test_apply_and_revert_without_git(driven, tmp_path):
 def test_the_diff_is_a_patch(checkout):
     patch = run("apply", "--diff", checkout).stdout
     subprocess.run(["git", "-C", str(checkout), "apply", "-"], input=patch.encode(), check=True)
-    assert source.shape((checkout / NAME).read_bytes()) is Shape.GUARDED
+    assert shape.read_shape((checkout / NAME).read_bytes()) is Shape.GUARDED
 
 
 def test_apply_is_taken_back_where_it_does_not_heal(driven, checkout):
@@ -459,7 +465,7 @@ def test_a_healthy_release_is_left_alone(version):
 
 
 def fixed(text: bytes, place: Path) -> bytes:
-    return source.fix(text, format_as=place).text
+    return guard.add_guard(text, format_as=place).text
 
 
 @pytest.mark.parametrize("kind", ("LF", "CRLF", "latin-1"))
@@ -511,7 +517,7 @@ def test_export_whatever_git_is_set_to(checkout, author, setting, tmp_path):
     assert run("export", checkout, "-o", patch).exit_code == 0
     git(tmp_path, "config", "--file", str(author), "--unset", name)
     git(checkout, "am", str(patch))
-    assert source.shape((checkout / NAME).read_bytes()) is Shape.GUARDED
+    assert shape.read_shape((checkout / NAME).read_bytes()) is Shape.GUARDED
 
 
 def test_export_of_a_tree_outside_git(checkout, tmp_path):
@@ -521,7 +527,7 @@ def test_export_of_a_tree_outside_git(checkout, tmp_path):
     patch = tmp_path / "fix.patch"
     patch.write_bytes(result.stdout_bytes)
     git(checkout, "am", str(patch))
-    assert source.shape((checkout / NAME).read_bytes()) is Shape.GUARDED
+    assert shape.read_shape((checkout / NAME).read_bytes()) is Shape.GUARDED
 
 
 def test_export_leaves_out_what_is_not_committed(checkout, tmp_path):
@@ -543,7 +549,7 @@ def test_branch_and_cherry_pick(checkout):
     assert git(checkout, "diff", "--name-only", "main", "fix") == f"{NAME}\n"
     git(checkout, "cherry-pick", following.split()[3].rstrip(","))
     text = (checkout / NAME).read_bytes()
-    assert source.shape(text) is Shape.GUARDED and text.endswith(b"# work\n")
+    assert shape.read_shape(text) is Shape.GUARDED and text.endswith(b"# work\n")
     assert "already exists" in one_line(
         run("export", checkout, "--branch", "fix", "--base", "main")
     )
@@ -566,7 +572,7 @@ def test_a_later_merge_of_upstream_s_edit(checkout):
     git(checkout, "add", "-f", str(NAME))
     git(checkout, "commit", "-qm", "merge")
     assert (checkout / NAME).read_bytes() == upstream
-    assert source.shape(upstream) is Shape.GUARDED
+    assert shape.read_shape(upstream) is Shape.GUARDED
     assert "nothing to do" in run("apply", checkout).stdout
 
 
@@ -589,7 +595,10 @@ def test_without_git(checkout, monkeypatch, tmp_path):
 def test_a_server_imports_no_editor():
     code = """
 import sys
-from inkling_sconv import backend, plugin, probe, windows
+from inkling_sconv.plugin import backend
+from inkling_sconv import plugin
+from inkling_sconv.probe import backend as probe
+from inkling_sconv.ops import track_conv_indices
 print(sorted({"libcst", "rich", "typer", "click"} & {name.split(".")[0] for name in sys.modules}))
 print("inkling_sconv.cli" in sys.modules, "inkling_sconv.source" in sys.modules)
 """

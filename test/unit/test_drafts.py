@@ -19,7 +19,8 @@ import test_kernels
 import torch
 from drafts_steps import BATCHES, MIXED, Step, expected, run, steps
 from hypothesis import given
-from inkling_sconv import drafts, exact, tiny
+from inkling_sconv.ops import draft_conv_state
+from inkling_sconv.proof import checkpoint, equality
 from steps import load
 from test_kernels import CAREFUL, QUICK
 
@@ -48,10 +49,10 @@ def test_the_reference_is_the_formula():
     @CAREFUL
     @given(step=steps())
     def is_the_formula(step: Step) -> None:
-        assert_formula(drafts.update_conv_state_reference, step)
+        assert_formula(draft_conv_state.update_draft_conv_state_ref, step)
 
     for batch in BATCHES:
-        assert_formula(drafts.update_conv_state_reference, batch)
+        assert_formula(draft_conv_state.update_draft_conv_state_ref, batch)
     is_the_formula()
 
 
@@ -60,7 +61,7 @@ def test_the_kernel_is_the_reference(interpreted):
     @given(step=steps())
     def is_the_reference(step: Step) -> None:
         got = run(interpreted.update_conv_state, step)
-        assert torch.equal(got, run(drafts.update_conv_state_reference, step))
+        assert torch.equal(got, run(draft_conv_state.update_draft_conv_state_ref, step))
 
     for batch in BATCHES:
         assert_formula(interpreted.update_conv_state, batch)
@@ -71,7 +72,7 @@ def test_the_kernel_is_the_reference(interpreted):
 @pytest.mark.parametrize("front", range(6))
 def test_one_request_by_hand(interpreted, n, front):
     """The tokens of positions 6 to 9 after 3, 4, 5; a boundary at 8; rows hold their positions."""
-    for function in (drafts.update_conv_state_reference, interpreted.update_conv_state):
+    for function in (draft_conv_state.update_draft_conv_state_ref, interpreted.update_conv_state):
         cache = torch.zeros(2, 3, 1)
         cache[0, :, 0] = torch.tensor([3.0, 4.0, 5.0])
         function(
@@ -281,9 +282,10 @@ def test_a_torch_without_triton_takes_the_reference():
     code = """
 import sys, torch
 sys.modules["triton"] = None
-from inkling_sconv import drafts, fixes
+from inkling_sconv.ops import draft_conv_state
+from inkling_sconv.plugin import fixes
 cache, one = torch.zeros(1, 1, 1), torch.tensor([1])
-drafts.update_conv_state(torch.ones(1, 1, 1), cache, one - 1, one, one, None, front=0, interval=8)
+draft_conv_state.update_draft_conv_state(torch.ones(1, 1, 1), cache, one - 1, one, one, None, front=0, interval=8)
 assert cache.item() == 1 and fixes.FIXES
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -321,7 +323,7 @@ def test_batch_sizes_are_one_compilation(compiler, tmp_path):
 # ---------------------------------------------------------------------------------- the method
 
 
-class Convolution(drafts.InklingShortConvolution):
+class Convolution(convolution.InklingShortConvolution):
     """What SGLang's class has that the method asks for."""
 
     def __init__(self, metadata: Any, interval: int):
@@ -444,7 +446,7 @@ def test_in_a_model(tmp_path, record_property):
 
     With a wrong window the first draft is seldom right.
     """
-    tiny.write(tmp_path / "tiny")
+    checkpoint.write_checkpoint(tmp_path / "tiny")
     model = emulator.Model(tmp_path / "tiny")
     early = ("rows[past : past + window]", "rows[past - 1 : past - 1 + window]")
     # Of two heads' four front rows, three are a warm-up.
@@ -461,7 +463,7 @@ def test_in_a_model(tmp_path, record_property):
     cold: list[int] = []
     hits: dict[str, list[int]] = {name: [] for name in updates}
     off = dict.fromkeys(updates, 0.0)
-    for tokens in exact.prompts(24, range(52, 64), tiny.VOCABULARY, seed=9):
+    for tokens in equality.draw_prompts(24, range(52, 64), checkpoint.VOCABULARY, seed=9):
         made = Keeping(model, updates)
         made.prefill(tokens)
         whole = [*tokens, made.bonus]

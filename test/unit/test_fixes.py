@@ -21,7 +21,9 @@ import pytest
 import releases
 import torch
 from conftest import TEST
-from inkling_sconv import __version__, fixes, probe, runners
+from inkling_sconv import __version__, names
+from inkling_sconv.plugin import fixes
+from inkling_sconv.probe import backend as probe
 from test_releases import FIXES, STATES
 
 ROWS, TRACKING, CHECKPOINT, WINDOW, STATE = (fix.name for fix in fixes.FIXES)
@@ -33,21 +35,21 @@ HARMS = {
     **{tree: [WINDOW] for tree in ("0.5.22", "0.5.23")},
 }
 CHANGED = {
-    ROWS: [f"{runners.PREFILL}.PrefillCudaGraphRunner.load_batch"],
-    TRACKING: [f"{runners.PREFILL}.PrefillCudaGraphRunner._is_mamba_track_enabled"],
+    ROWS: [f"{names.PREFILL_RUNNER_MODULE}.PrefillCudaGraphRunner.load_batch"],
+    TRACKING: [f"{names.PREFILL_RUNNER_MODULE}.PrefillCudaGraphRunner._is_mamba_track_enabled"],
     CHECKPOINT: [
-        f"{runners.DRAFT_EXTEND}.MultiLayerEagleDraftExtendCudaGraphRunner.get_forward_batch",
+        f"{names.DRAFT_EXTEND_RUNNER_MODULE}.MultiLayerEagleDraftExtendCudaGraphRunner.get_forward_batch",
         *(
-            f"{runners.DRAFT_EXTEND}.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.{name}"
+            f"{names.DRAFT_EXTEND_RUNNER_MODULE}.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.{name}"
             for name in ("_allocate_buffers", "prepare")
         ),
     ],
     WINDOW: [
-        f"{runners.CONVOLUTION}.ShortConvolution.{name}"
+        f"{names.SHORT_CONVOLUTION_MODULE}.ShortConvolution.{name}"
         for name in ("_inkling_sconv_interval", "_update_sconv_cache_for_draft_extend")
     ],
     STATE: [
-        f"{runners.WORKER}.MultiLayerEagleDraftWorker._apply_deferred_mamba_init_to_draft_pools"
+        f"{names.DRAFT_WORKER_MODULE}.MultiLayerEagleDraftWorker._apply_deferred_mamba_init_to_draft_pools"
     ],
 }
 MENDED = {fix.name: f"{fix.name} ({fix.change}): {fix.harm}; mended." for fix in fixes.FIXES}
@@ -318,11 +320,13 @@ def mends(subject: Any) -> dict[str, Any]:
     found = {}
     module = runner_module()
     found["works"] = outcome(subject, fix_of(module), module)
-    found["again"] = outcome(subject, fix_of(module, mend=raising(lambda: True)), module)
+    found["again"] = outcome(subject, fix_of(module, apply=raising(lambda: True)), module)
     module = runner_module()
-    found["does not help"] = outcome(subject, fix_of(module, harms=lambda _: True), module)
+    found["does not help"] = outcome(subject, fix_of(module, is_needed=lambda _: True), module)
     module = runner_module()
-    found["cannot be asked"] = outcome(subject, fix_of(module, harms=raising(lambda: True)), module)
+    found["cannot be asked"] = outcome(
+        subject, fix_of(module, is_needed=raising(lambda: True)), module
+    )
     module = runner_module()
 
     def half(module: types.ModuleType) -> None:
@@ -330,16 +334,16 @@ def mends(subject: Any) -> dict[str, Any]:
         module.Runner.added = True
         raise LookupError("half of it")
 
-    found["cannot be made"] = outcome(subject, fix_of(module, mend=half), module)
+    found["cannot be made"] = outcome(subject, fix_of(module, apply=half), module)
     module = runner_module()
     asked = itertools.count()
     found["cannot be asked again"] = outcome(
-        subject, fix_of(module, harms=raising(lambda: next(asked) > 0)), module
+        subject, fix_of(module, is_needed=raising(lambda: next(asked) > 0)), module
     )
     module = runner_module()
     with torch.device("meta"):
         on_cpu = lambda module: torch.ones(1).is_cpu and module.Runner.harm == "done"  # noqa: E731
-        found["another default device"] = outcome(subject, fix_of(module, harms=on_cpu), module)
+        found["another default device"] = outcome(subject, fix_of(module, is_needed=on_cpu), module)
     return found
 
 
@@ -378,7 +382,7 @@ def choices(subject: Any) -> dict[str, Any]:
         table = (
             fix_of(modules[STEADY], STEADY),
             fix_of(modules[NEEDY], NEEDY, exempt=True),
-            fix_of(modules[RARE], RARE, proven=frozenset()),
+            fix_of(modules[RARE], RARE, default_for=frozenset()),
         )
         log: list[Any] = []
         environment = {} if value is None else {subject.VARIABLE: value}
@@ -459,9 +463,14 @@ def test_all_questions_and_mends_take_under_60_ms(tmp_path):
     code = """
 import importlib, time
 import drive
-from inkling_sconv import fixes, plugin, probe
+from inkling_sconv import names
+from inkling_sconv.plugin import fixes
+from inkling_sconv import names
+from inkling_sconv import plugin
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
 drive.import_runners()
-backends = probe.find_backends(importlib.import_module(plugin.BACKEND_MODULE))
+backends = probe.find_backends(importlib.import_module(names.BACKEND_MODULE))
 for fix in fixes.FIXES:
     importlib.import_module(fix.module)
 log = []

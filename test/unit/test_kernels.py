@@ -13,8 +13,8 @@ import pytest
 import torch
 from formula import INTEGERS, Case, expected, live_batches
 from hypothesis import HealthCheck, Phase, given, settings
-from inkling_sconv import windows
-from inkling_sconv.backend import InklingSconvBackend
+from inkling_sconv.ops import track_conv_indices
+from inkling_sconv.plugin.backend import InklingSconvBackend
 from steps import BATCHES, Step, load, refresh_arguments, run, steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,7 +68,9 @@ def test_what_the_kernel_computes(kernels):
 
 
 def assert_reference(kernels: ModuleType, step: Step) -> None:
-    assert run(kernels.track_conv_indices, step) == run(windows.track_conv_indices, step)
+    assert run(kernels.track_conv_indices, step) == run(
+        track_conv_indices.track_conv_indices_ref, step
+    )
 
 
 @pytest.mark.parametrize("prefix_lens", (None, [0, 0, 0]))
@@ -110,7 +112,7 @@ def test_a_query_start_loc_longer_than_the_step(kernels):
 )
 def test_an_out_that_the_store_does_not_fit_is_refused(kernels, out):
     with pytest.raises(AssertionError):
-        kernels.track_conv_indices(**LIVE.arguments(), out=out)
+        track_conv_indices.track_conv_indices(**LIVE.arguments(), out=out)
 
 
 WRONG_KERNELS = {
@@ -207,17 +209,20 @@ def test_one_launch_and_nothing_else(kernels, monkeypatch, prefix):
     arguments = replace(LIVE, prefix_lens=[0, 0] if prefix else None).arguments()
     out = torch.empty(3, 3, dtype=torch.int64)
     with _Operations() as operations:
-        kernels.track_conv_indices(**arguments, out=out)
+        track_conv_indices.track_conv_indices(**arguments, out=out)
     assert (launches.count, operations.names) == (1, [])
     with _Operations() as operations:
-        kernels.track_conv_indices(**arguments)
+        track_conv_indices.track_conv_indices(**arguments)
     assert (launches.count, operations.names) == (2, ["aten.empty.memory_format"])
 
 
 def test_no_launch_for_no_rows(kernels, monkeypatch):
     launches = _Launches()
     monkeypatch.setattr(kernels, "_track_conv_indices_kernel", launches)
-    assert kernels.track_conv_indices(**Step(0, [0], [], None).arguments()).shape == (0, 3)
+    assert track_conv_indices.track_conv_indices(**Step(0, [0], [], None).arguments()).shape == (
+        0,
+        3,
+    )
     assert launches.count == 0
 
 
@@ -244,7 +249,7 @@ def test_the_torch_path_gets_no_longer(prefix, most):
     )
     arguments, out = step.arguments(), torch.empty(3, 3, dtype=torch.int64)
     with _Operations() as operations:
-        windows.track_conv_indices(**arguments, out=out)
+        track_conv_indices.track_conv_indices_ref(**arguments, out=out)
     assert len(operations.names) <= most, operations.names
 
 
@@ -261,8 +266,9 @@ def test_a_torch_without_triton_takes_the_torch_path():
     code = """
 import sys
 sys.modules["triton"] = None
-from inkling_sconv import backend, windows
-assert backend.track_conv_indices is windows.track_conv_indices
+from inkling_sconv.plugin import backend
+from inkling_sconv.ops import track_conv_indices
+assert backend.track_conv_indices is track_conv_indices.track_conv_indices_ref
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -14,7 +14,7 @@ import inkling_sconv
 import pytest
 import releases
 import yaml
-from inkling_sconv import ci
+from inkling_sconv.fork_ci import copy
 from test_releases import FIXES
 
 VERSION = inkling_sconv.__version__
@@ -52,7 +52,7 @@ def test_the_sdist_makes_the_wheel_of_the_checkout(built, tmp_path):
     assert "inkling_sconv/py.typed" in direct
     shipped = "inkling_sconv/fork_ci/registered/"
     tests = {name.removeprefix(shipped) for name in direct if name.startswith(shipped)}
-    assert tests == {path.name for path in (releases.ROOT / ci.TESTS).glob("*.py")}
+    assert tests == {path.name for path in (releases.ROOT / copy.TESTS).glob("*.py")}
 
 
 @pytest.fixture(params=("wheel", "sdist"))
@@ -109,8 +109,8 @@ def test_installed_beside_a_real_sglang(venv, tmp_path):
     fork = tmp_path / "fork"
     (fork / "python/sglang/srt").mkdir(parents=True)
     run("inkling-sconv", "ci-init", str(fork))
-    copied = {path.name: path.read_bytes() for path in (fork / ci.TESTS).iterdir()}
-    tests = (releases.ROOT / ci.TESTS).glob("*.py")
+    copied = {path.name: path.read_bytes() for path in (fork / copy.TESTS).iterdir()}
+    tests = (releases.ROOT / copy.TESTS).glob("*.py")
     assert copied == {path.name: path.read_bytes() for path in tests}
 
 

@@ -225,10 +225,11 @@ def test_register_and_graft_walk_the_modules_once(tmp_path):
     code = """
 import importlib, time
 import drive
+from inkling_sconv import names
 from inkling_sconv import plugin
 from sglang.srt.plugins import hook_registry
 drive.import_runners()
-importlib.import_module(plugin.BACKEND_MODULE)
+importlib.import_module(names.BACKEND_MODULE)
 def seconds(call, *arguments):
     start = time.process_time()
     call(*arguments)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import releases
 from conftest import TEST
-from inkling_sconv import replace as module
-from inkling_sconv.replace import ReplaceError, replace, restore
+from inkling_sconv.trees import replacement as module
+from inkling_sconv.trees.replacement import ReplaceError
 
 OLD, NEW = b"old\r\n\xff\xfe" * 50, b"new\n" * 70
 
@@ -237,7 +237,7 @@ def test_killed_by_strace(operation, tmp_path):
     code = """
 import sys
 from pathlib import Path
-from inkling_sconv.replace import replace, restore
+from inkling_sconv.trees.replacement import replace_file, restore_file
 path, old, new = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), bytes.fromhex(sys.argv[3])
 # A call that no other line makes: what comes before is Python's start.
 import os

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import releases
 import torch
-from inkling_sconv import runners
+from inkling_sconv.probe import runners
 from test_fixes import HARMS
 
 
@@ -32,7 +32,7 @@ def test_what_a_method_raises_is_raised(monkeypatch):
         PrefillCudaGraphRunner=Runner, MultiLayerEagleDraftExtendCudaGraphRunner=Runner
     )
     with pytest.raises(LookupError, match="a fork of it"):
-        runners.tracks(module, speculative=True)
+        runners.tracks_conv_windows(module, speculative=True)
     # What a runner reads elsewhere is blank, so it can be driven whatever else it holds.
     assert runners.drops_draft_checkpoints(module) is False
     with pytest.raises(AttributeError):

@@ -17,8 +17,8 @@ from typing import Any
 
 import fake_server
 import pytest
-from inkling_sconv import exact, server
-from inkling_sconv.server import Server, ServerError
+from inkling_sconv.proof import equality, server
+from inkling_sconv.proof.server import Server, ServerError
 from test_verify import FAKE, marked
 
 REGISTERED = Path(__file__).resolve().parents[1] / "registered" / "inkling"
@@ -51,22 +51,22 @@ def start(tmp_path) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def soaked(start, tmp_path) -> Callable[[str], tuple[load.Soak, str, exact.Comparison]]:
+def soaked(start, tmp_path) -> Callable[[str], tuple[load.Soak, str, equality.Comparison]]:
     """A load on a fake server: what it left, the log, and the answers rescored."""
 
-    def soaked(mode: str = "healthy") -> tuple[load.Soak, str, exact.Comparison]:
+    def soaked(mode: str = "healthy") -> tuple[load.Soak, str, equality.Comparison]:
         rounds = load.plan(TOTAL, fake_server.VOCABULARY, SEED, SIZE)
         with start(mode) as running:
             found = load.soak(running, rounds, fake_server.VOCABULARY, settle_seconds=1.0)
             kept = load.scored(found.outcomes)
             answers = [outcome.answer for outcome in kept]
-            rescored = exact.rescored(running, [outcome.ids for outcome in kept], answers)
+            rescored = equality.rescore_answers(running, [outcome.ids for outcome in kept], answers)
         return found, (tmp_path / "log").read_text(), rescored
 
     return soaked
 
 
-def complaints(found: load.Soak, log: str, rescored: exact.Comparison) -> dict[str, Any]:
+def complaints(found: load.Soak, log: str, rescored: equality.Comparison) -> dict[str, Any]:
     """The checks that fail."""
     checks = {
         "failed": load.failed(found.outcomes),
@@ -77,7 +77,7 @@ def complaints(found: load.Soak, log: str, rescored: exact.Comparison) -> dict[s
         "leaked": load.leaked(found),
         "grown": load.grown("resident", found.resident, 64 * MIB),
     }
-    return {name: lines for name, lines in checks.items() if lines}
+    return {name: lines for name, lines in contract.items() if lines}
 
 
 # -------------------------------------------------------------------------------------- plan

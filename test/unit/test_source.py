@@ -18,8 +18,8 @@ import releases
 import variants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inkling_sconv import source
-from inkling_sconv.source import RefusedError, Shape
+from inkling_sconv.codemod import guard, shape
+from inkling_sconv.codemod.shape import RefusedError, Shape
 from test_releases import CLASS, STATES
 from variants import REFRESH, RUFF, VARIANTS, Variant
 
@@ -30,7 +30,7 @@ SOURCES = sorted({v.source for v in VARIANTS})
 
 def fix(variant: Variant, text: bytes, place: Path | None = None) -> bytes:
     inert_fill = variant.source == "0.5.17" and variant.name != "untracked"
-    return source.fix(text, inert_fill=inert_fill, format_as=place).text
+    return guard.add_guard(text, inert_fill=inert_fill, format_as=place).text
 
 
 def decoded(text: bytes) -> str:
@@ -99,7 +99,7 @@ def test_healed(variant, place):
     assert after != before
     assert fix(variant, after, file) == after
     compile(after, variant.name, "exec")
-    assert source.shape(after) is Shape.GUARDED
+    assert shape.read_shape(after) is Shape.GUARDED
 
     assert encoding(after) == encoding(before)
     ends = [
@@ -132,7 +132,7 @@ def test_refused(variant):
         fix(variant, text)
     assert text == copy
     assert variant.reason in str(caught.value) and "\n" not in str(caught.value)
-    words = source.by_hand(text)
+    words = guard.describe_by_hand(text)
     assert words.startswith("By hand: ") and "mamba_track_seqlens" in words
 
 
@@ -167,17 +167,17 @@ def test_a_guard_in_another_shape_is_left_alone(guard):
     text = variants.with_local("lens", variants.GUARDS[guard])(
         releases.backend_text(releases.CRASHING)
     ).encode()
-    edit = source.fix(text)
+    edit = guard.add_guard(text)
     assert edit.shape is Shape.GUARDED and edit.text == text
 
 
 @pytest.mark.parametrize("name", releases.TREES)
 def test_shape(name):
     text = releases.backend_text(name).encode()
-    assert source.shape(text).value == STATES[name]
+    assert shape.read_shape(text).value == STATES[name]
     if STATES[name] in ("guarded", "exempt"):
-        assert source.fix(text).text == text
-        assert source.fix(text, inert_fill=True).text == text
+        assert guard.add_guard(text).text == text
+        assert guard.add_guard(text, inert_fill=True).text == text
 
 
 def test_the_healed_method_is_upstream_s():
@@ -186,7 +186,7 @@ def test_the_healed_method_is_upstream_s():
         assert isinstance(method.body[0], ast.Expr)
         return ast.dump(ast.Module(method.body[1:], []))
 
-    healed = source.fix(releases.backend_text(releases.CRASHING).encode()).text
+    healed = guard.add_guard(releases.backend_text(releases.CRASHING).encode()).text
     assert tree(healed) == tree(releases.backend_text("0.5.18").encode())
 
 
@@ -220,15 +220,15 @@ def test_insertions_between_statements(data):
         lines[start:start] = [data.draw(INSERTIONS)]
     before = "".join(lines).encode()
     try:
-        after = source.fix(before).text
+        after = guard.add_guard(before).text
     except RefusedError:
         # Refused for a reason: Python does not take it either.
         with pytest.raises(SyntaxError):
             compile(before, "fork", "exec")
         return
     compile(after, "fork", "exec")
-    assert source.shape(after) is Shape.GUARDED
-    assert source.fix(after).text == after
+    assert shape.read_shape(after) is Shape.GUARDED
+    assert guard.add_guard(after).text == after
     assert outside(after, REFRESH) == outside(before, REFRESH)
     assert all(is_expected(line, "prefix_lens") for line in changes(before, after))
 
@@ -238,7 +238,7 @@ def test_fix_takes_under_a_second():
     tries = []
     while len(tries) < 3 and min(tries, default=1) >= 1:
         start = time.process_time()
-        source.fix(text)
+        guard.add_guard(text)
         tries.append(time.process_time() - start)
     assert min(tries) < 1, tries
 

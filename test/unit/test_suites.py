@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import shards
 import suites
-from inkling_sconv import tiny
+from inkling_sconv.proof import checkpoint
 from test_shards import make
 
 BITEXACT, INKLING, SMALL = suites.SUITES
@@ -89,7 +89,7 @@ def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
     assert seen["config"] and seen["INKLING_SCONV"] == "auto"
     assert seen["INKLING_TEST_MODEL_REVISION"] == ""
     (line,) = said(lines, "checkpoint")
-    assert f"above {tiny.VOCABULARY - 1}" in line
+    assert f"above {checkpoint.VOCABULARY - 1}" in line
     assert seen["command"] == str(Path(sys.executable).with_name("sglang"))
     assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
     assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")

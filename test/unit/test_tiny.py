@@ -20,7 +20,7 @@ import releases
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inkling_sconv import tiny
+from inkling_sconv.proof import checkpoint
 from safetensors.torch import load_file
 
 FILES = {
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = json.dumps(options, sort_keys=True)
         if key not in known:
             known[key] = folder / str(len(known))
-            tiny.write(known[key], **options)
+            checkpoint.write_checkpoint(known[key], **options)
         return known[key]
 
     return get
@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(made, tmp_path):
     for run, options in enumerate(([], ["--moe"])):
         out = tmp_path / str(run)
         environment = {**os.environ, "PYTHONHASHSEED": str(run), "OMP_NUM_THREADS": str(run + 1)}
-        environment["PYTHONPATH"] = str(Path(tiny.__file__).parent.parent)
+        environment["PYTHONPATH"] = str(Path(checkpoint.__file__).parent.parent)
         command = [sys.executable, "-m", "inkling_sconv.tiny", str(out), *options]
         subprocess.run(command, env=environment, check=True)
         assert digest(out) == digest(made(moe=True) if options else made())
@@ -112,7 +112,7 @@ def test_small_whole_and_quick(options, tmp_path):
     seconds = []
     for run in range(3):
         start = time.perf_counter()
-        tiny.write(tmp_path / str(run), **options)
+        checkpoint.write_checkpoint(tmp_path / str(run), **options)
         seconds.append(time.perf_counter() - start)
         assert {path.name for path in (tmp_path / str(run)).iterdir()} == FILES
         assert sum(path.stat().st_size for path in (tmp_path / str(run)).iterdir()) < 64_000_000
@@ -152,7 +152,7 @@ def test_bad_options_give_one_line(arguments, says, tmp_path, capfd, monkeypatch
     (tmp_path / "FULL" / "mine").write_text("keep")
     (tmp_path / "FILE").write_text("keep")
     before = sorted(map(str, tmp_path.rglob("*")))
-    assert tiny.main(arguments) == 1
+    assert checkpoint.main(arguments) == 1
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err, err
     assert sorted(map(str, tmp_path.rglob("*"))) == before
@@ -170,8 +170,8 @@ def test_any_options_are_refused_or_followed(tmp_path_factory, monkeypatch, **op
     monkeypatch.setattr(tiny, "_weights", lambda *_: [])
     out = tmp_path_factory.mktemp("any") / "out"
     try:
-        tiny.write(out, **options)
-    except tiny.OptionError as error:
+        checkpoint.write_checkpoint(out, **options)
+    except checkpoint.OptionError as error:
         assert "\n" not in str(error) and not out.exists()
         return
     text = json.loads((out / "config.json").read_text())["text_config"]
@@ -193,13 +193,13 @@ def test_an_interrupted_write_leaves_nothing(error, exists, tmp_path, monkeypatc
     if exists:
         out.mkdir(parents=True)
     with pytest.raises(error if isinstance(error, type) else type(error)):
-        tiny.write(out)
+        checkpoint.write_checkpoint(out)
     assert list(out.parent.iterdir()) == ([out] if exists else [])
     assert not exists or not any(out.iterdir())
 
 
 def test_an_empty_directory_is_filled(tmp_path):
-    tiny.write(tmp_path)
+    checkpoint.write_checkpoint(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
@@ -212,7 +212,7 @@ def test_sglang_reads_every_tensor_once(tree, made, tmp_path):
     environment = releases.environment(
         releases.release(tree), tree, XDG_CACHE_HOME=str(tmp_path), HF_HUB_OFFLINE="1"
     )
-    environment["PYTHONPATH"] += os.pathsep + str(Path(tiny.__file__).parent.parent)
+    environment["PYTHONPATH"] += os.pathsep + str(Path(checkpoint.__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, read_checkpoint.__file__, *map(str, checkpoints.values())],
         env=environment,
@@ -229,8 +229,8 @@ def test_sglang_reads_every_tensor_once(tree, made, tmp_path):
             assert found["class"] == wanted
             assert found["config"] == "InklingMMConfig"
             assert found["dtype"] == "torch.bfloat16"
-            assert found["context"] == tiny.CONTEXT
-            assert found["end"] == [tiny.END_OF_TEXT]
+            assert found["context"] == checkpoint.CONTEXT
+            assert found["end"] == [checkpoint.END_OF_TEXT]
             # So SGLang asks for a tokenizer and for no processor.
             assert not found["multimodal"]
             # Every element of every parameter is written, by one tensor.
@@ -239,18 +239,18 @@ def test_sglang_reads_every_tensor_once(tree, made, tmp_path):
         assert used == names
 
     assert report["tokenizer"] == {
-        "size": tiny.VOCABULARY,
-        "end": tiny.END_OF_TEXT,
+        "size": checkpoint.VOCABULARY,
+        "end": checkpoint.END_OF_TEXT,
         "comma": [ord(",")],
         "text": read_checkpoint.TEXT,
         "largest": report["tokenizer"]["largest"],
     }
-    assert report["tokenizer"]["largest"] < tiny.END_OF_TEXT
+    assert report["tokenizer"]["largest"] < checkpoint.END_OF_TEXT
     kl = report["kl"]
     assert kl["folder"].endswith({"0.5.17": ".longbench_cache", "0.5.23": "sglang/longbench"}[tree])
     assert kl["default"][0] == 48 and 1500 <= kl["default"][1] < kl["default"][2] <= 4500
     assert kl["few"][0] == 5 and 100 <= kl["few"][1] < kl["few"][2] <= 300
-    assert kl["largest"] < tiny.END_OF_TEXT
+    assert kl["largest"] < checkpoint.END_OF_TEXT
 
 
 @given(text=st.text())
@@ -260,27 +260,27 @@ def test_text_round_trips(made, text):
     tokenizer = tokenizers.Tokenizer.from_file(str(made() / "tokenizer.json"))
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert all(index < tiny.VOCABULARY for index in ids)
+    assert all(index < checkpoint.VOCABULARY for index in ids)
 
 
 def test_every_id_has_a_token(made):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(made() / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == tiny.VOCABULARY
-    assert len({tokenizer.id_to_token(index) for index in range(tiny.VOCABULARY)}) == 2048
-    assert tokenizer.encode("<|endoftext|>").ids == [tiny.END_OF_TEXT]
+    assert tokenizer.get_vocab_size() == checkpoint.VOCABULARY
+    assert len({tokenizer.id_to_token(index) for index in range(checkpoint.VOCABULARY)}) == 2048
+    assert tokenizer.encode("<|endoftext|>").ids == [checkpoint.END_OF_TEXT]
 
 
 def test_kl_prompts_are_the_same_each_time_and_refuse_nonsense(tmp_path):
     one, other = (
-        tiny.write_kl_prompts("a/b", samples=3, cache=tmp_path / name).read_bytes()
+        checkpoint.write_kl_prompts("a/b", samples=3, cache=tmp_path / name).read_bytes()
         for name in ("x", "y")
     )
     assert one == other
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["input_ids_a_b_3000_3.json"]
     for options in ({"samples": 0}, {"prompt_tokens": 1}):
-        with pytest.raises(tiny.OptionError):
-            tiny.write_kl_prompts("a/b", cache=tmp_path, **options)
+        with pytest.raises(checkpoint.OptionError):
+            checkpoint.write_kl_prompts("a/b", cache=tmp_path, **options)
 
 
 # What it says, and what its draft is worth, on the emulator.
@@ -288,7 +288,7 @@ def test_kl_prompts_are_the_same_each_time_and_refuse_nonsense(tmp_path):
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     source = torch.Generator().manual_seed(seed)
-    return torch.randint(0, tiny.END_OF_TEXT, (length,), generator=source).tolist()
+    return torch.randint(0, checkpoint.END_OF_TEXT, (length,), generator=source).tolist()
 
 
 def test_the_emulator_agrees_with_transformers(made):
@@ -303,7 +303,7 @@ def test_the_emulator_agrees_with_transformers(made):
     config.vision_config.num_hidden_layers = 2
     config.vision_config.hidden_size = 16
     config.vision_config.patch_size = 4
-    config.vision_config.text_hidden_size = config.audio_config.text_hidden_size = tiny.HIDDEN
+    config.vision_config.text_hidden_size = config.audio_config.text_hidden_size = checkpoint.HIDDEN
     theirs = transformers.InklingForConditionalGeneration.from_pretrained(
         folder, config=config, dtype=torch.bfloat16, attn_implementation="eager"
     )

@@ -115,7 +115,7 @@ def test_the_answer_is_one_line_of_output(tmp_path, monkeypatch):
 
 
 def test_the_fields_are_those_of_watch():
-    watch = pytest.importorskip("inkling_sconv.watch")
+    watch = pytest.importorskip("inkling_sconv.trees.watch")
     answer = watch.Answer(True, "t", "b", ()).as_dict()
     assert upstream.checked(json.dumps(answer)) == {"title": "t", "body": "b", "new": True}
 

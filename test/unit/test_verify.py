@@ -21,8 +21,9 @@ import fake_server
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inkling_sconv import cli, exact, server, verify
-from inkling_sconv.server import Server, ServerError
+from inkling_sconv import cli
+from inkling_sconv.proof import equality, server, verify
+from inkling_sconv.proof.server import Server, ServerError
 from typer.testing import CliRunner
 
 TEST = Path(__file__).resolve().parent.parent
@@ -110,7 +111,7 @@ def test_one_ulp_is_one_differing_float(seen):
     decoded, hit = result.comparisons
     assert "logprobs differ" in result.error
     assert (decoded.compared, decoded.differing) == (FLOATS, 1) and hit.exact
-    prompt = exact.prompts(6, verify.LENGTHS, fake_server.VOCABULARY)[-1]
+    prompt = equality.draw_prompts(6, verify.LENGTHS, fake_server.VOCABULARY)[-1]
     last = fake_server.logprobs(fake_server.continued(prompt, 300))[-1]
     assert decoded.largest == math.ulp(math.nextafter(last, 0)) > 0
 
@@ -257,7 +258,7 @@ def test_a_port_in_use_is_not_taken(monkeypatch):
 def test_a_stream_is_grouped_by_steps(start):
     with start() as running:
         groups = running.stream([1, 2, 3], 11)
-        comparison = exact.accepted_after_hit(running, [[5] * 200], [[6] * 40], 20)
+        comparison = equality.compare_steps_after_hit(running, [[5] * 200], [[6] * 40], 20)
     assert [len(group) for group in groups] == [2, 2, 2, 2, 2, 1]
     assert [1, 2, 3, *chain.from_iterable(groups)] == fake_server.continued([1, 2, 3], 11)
     assert comparison.exact and comparison.detail.endswith("1 of 1 outputs the same")
@@ -266,7 +267,7 @@ def test_a_stream_is_grouped_by_steps(start):
 def test_a_first_step_is_that_of_a_prefill_of_one_token(start):
     # The fake prefill gives two.
     with start() as running, pytest.raises(ServerError, match="2 tokens came of the prefill"):
-        exact.first_step_after_hit(running, [[5] * 200])
+        equality.compare_first_step_after_hit(running, [[5] * 200])
 
 
 def test_a_first_step_that_a_hit_shortens(start, monkeypatch):
@@ -274,7 +275,7 @@ def test_a_first_step_that_a_hit_shortens(start, monkeypatch):
         # Four inputs after a hit, then the same cold.
         steps = iter([1, 3, 1, 2, 3, 3, 2, 2])
         monkeypatch.setattr(running, "stream", lambda *_: [[1], [0] * next(steps), [2, 2]])
-        comparison, hit, cold = exact.first_step_after_hit(running, [[5] * 200] * 4)
+        comparison, hit, cold = equality.compare_first_step_after_hit(running, [[5] * 200] * 4)
     assert (comparison.compared, comparison.differing, comparison.largest) == (4, 2, 2.0)
     assert (hit, cold) == (1.75, 2.5) and len(comparison.cached) == 4
     assert comparison.detail == "1.75 tokens after a hit, 2.50 cold"
@@ -508,7 +509,7 @@ LISTS = st.lists(st.lists(FLOAT, max_size=5), max_size=5)
 @settings(deadline=None)
 @given(LISTS, LISTS)
 def test_compare_is_symmetric_and_bounded(left, right):
-    one, other = exact.compare("a", left, right), exact.compare("a", right, left)
+    one, other = equality.compare("a", left, right), equality.compare("a", right, left)
     assert one == other
     assert 0 <= one.differing <= one.compared
     assert math.isfinite(one.largest) and one.largest >= 0
@@ -518,7 +519,7 @@ def test_compare_is_symmetric_and_bounded(left, right):
 @settings(deadline=None)
 @given(LISTS, LISTS)
 def test_compare_counts_every_position(left, right):
-    one = exact.compare("a", left, right)
+    one = equality.compare("a", left, right)
     lengths = [max(len(a), len(b)) for a, b in zip(left, right, strict=False)]
     unpaired = [*left[len(right) :], *right[len(left) :]]
     assert one.compared == sum(lengths) + sum(max(len(floats), 1) for floats in unpaired)
@@ -527,7 +528,7 @@ def test_compare_counts_every_position(left, right):
 @settings(deadline=None)
 @given(LISTS)
 def test_a_list_differs_from_itself_only_in_nan(floats):
-    one = exact.compare("a", floats, floats)
+    one = equality.compare("a", floats, floats)
     assert one.differing == sum(math.isnan(x) for xs in floats for x in xs)
     assert one.largest == 0.0
 
@@ -541,7 +542,7 @@ def test_a_changed_float_is_found(floats, data):
     changed[row][column] = math.nextafter(floats[row][column], data.draw(st.sampled_from((-1, 1))))
     changed[row][column] = math.nextafter(changed[row][column], math.inf)
     difference = abs(changed[row][column] - floats[row][column])
-    one = exact.compare("a", floats, changed)
+    one = equality.compare("a", floats, changed)
     assert (one.differing, one.largest) == (int(difference > 0), difference)
 
 
@@ -551,12 +552,12 @@ def test_a_float_too_few_is_found(floats, data):
     row = data.draw(st.integers(0, len(floats) - 1))
     longer = [[*xs] for xs in floats]
     longer[row].append(0.0)
-    assert exact.compare("a", floats, longer).differing == 1
-    assert exact.compare("a", floats, [*floats, []]).differing == 1
+    assert equality.compare("a", floats, longer).differing == 1
+    assert equality.compare("a", floats, [*floats, []]).differing == 1
 
 
 def test_nothing_compared_is_not_exact():
-    assert not exact.compare("a", [], []).exact and not exact.compare("a", [[]], [[]]).exact
+    assert not equality.compare("a", [], []).exact and not equality.compare("a", [[]], [[]]).exact
 
 
 # ------------------------------------------------------------------------------- any answer
@@ -604,9 +605,9 @@ def test_no_answer_raises_anything_but_a_server_error(tmp_path, data):
         return answers
 
     running.post = post
-    prompts = exact.prompts(2, [130], fake_server.VOCABULARY)
+    prompts = equality.draw_prompts(2, [130], fake_server.VOCABULARY)
     with contextlib.suppress(ServerError):
-        _, answers = exact.decode_against_prefill(running, prompts, 3)
-        assert exact.accept_length(answers) >= 0
-        comparison = exact.hit_against_cold(running, "hit", prompts, [[1, 2], [3, 4]], 2)
+        _, answers = equality.compare_decode_with_prefill(running, prompts, 3)
+        assert equality.compute_accept_length(answers) >= 0
+        comparison = equality.compare_hit_with_cold(running, "hit", prompts, [[1, 2], [3, 4]], 2)
         json.dumps(comparison.__dict__, allow_nan=False)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import releases
-from inkling_sconv import cli, watch
+from inkling_sconv import cli
+from inkling_sconv.trees import watch
 from packaging.version import Version
 from test_releases import STATES
 from typer.testing import CliRunner

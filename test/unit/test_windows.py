@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from formula import Case, expected, live_batches
 from hypothesis import given, settings
-from inkling_sconv.windows import track_conv_indices
 
 
 def run(case: Case, out: torch.Tensor | None = None) -> torch.Tensor:

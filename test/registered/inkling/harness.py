@@ -17,9 +17,10 @@ from typing import Any
 
 import libcst as cst
 import torch
-from inkling_sconv import source, tiny
-from inkling_sconv.fixes import FIXES
-from inkling_sconv.tree import BACKEND, Tree, find
+from inkling_sconv.codemod import guard
+from inkling_sconv.plugin.fixes import FIXES
+from inkling_sconv.proof import checkpoint
+from inkling_sconv.trees.tree import BACKEND, Tree
 from sglang.test.ci.ci_register import register_cuda_ci
 
 # SGLang's run_suite.py refuses every file under test/registered that registers nothing.
@@ -35,7 +36,7 @@ LOGS = Path(os.environ.get("INKLING_SCONV_LOGS", tempfile.gettempdir()))
 def checkpoint() -> Path:
     """The tiny Inkling, written once per process."""
     folder = Path(tempfile.mkdtemp(prefix="inkling-sconv-")) / "tiny"
-    tiny.write(folder)
+    checkpoint.write_checkpoint(folder)
     return folder
 
 
@@ -62,7 +63,7 @@ def crashing_fork() -> Path:
     """The installed SGLang as it was between #34043 and #35042: inert fill, no guard."""
     tree = find(None)
     before = tree.backend.read_bytes()
-    guarded = source.fix(before, inert_fill=True).text.decode()
+    guarded = guard.add_guard(before, inert_fill=True).text.decode()
     remover = _GuardRemover()
     text = cst.parse_module(guarded).visit(remover).code
     assert remover.removed == 1, f"{remover.removed} guards in {tree.backend}"
@@ -80,7 +81,7 @@ def environment(tree: Path, **variables: str) -> dict[str, str]:
 def applied(tree: Path, *edits: tuple[str, str]) -> Path:
     """``tree`` after ``inkling-sconv apply``, in a copy; then with ``edits`` in it."""
     fork = Tree(tree)
-    text = source.fix(fork.backend.read_bytes()).text.decode()
+    text = guard.add_guard(fork.backend.read_bytes()).text.decode()
     return overlay(fork, replaced(text, *edits))
 
 
@@ -94,7 +95,7 @@ def replaced(text: str, *edits: tuple[str, str]) -> str:
 
 def mutated(module: str, *edits: tuple[str, str]) -> Path:
     """A folder to put on ``PYTHONPATH``: a copy of our package with ``edits`` in one module."""
-    package = Path(source.__file__).parent
+    package = Path(guard.__file__).parent
     top = Path(tempfile.mkdtemp(prefix="inkling-sconv-"))
     shutil.copytree(package, top / package.name)
     file = top / package.name / module
@@ -107,7 +108,7 @@ def harmless(*names: str) -> str | None:
     if NO_GPU:
         return NO_GPU
     found = (fix for fix in FIXES if fix.name in names)
-    if any(fix.harms(importlib.import_module(fix.module)) for fix in found):
+    if any(fix.is_needed(importlib.import_module(fix.module)) for fix in found):
         return None
     return f"this SGLang has no need of {', '.join(names)}"
 

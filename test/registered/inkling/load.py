@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from inkling_sconv.server import Server
+from inkling_sconv.proof.server import Server
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.test.ci.ci_register import register_cuda_ci
 

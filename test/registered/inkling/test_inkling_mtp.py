@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
 from harness import harmless
-from inkling_sconv import exact, source
-from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
-from inkling_sconv.tiny import VOCABULARY
-from inkling_sconv.tree import find
+from inkling_sconv.codemod import shape
+from inkling_sconv.proof import equality
+from inkling_sconv.proof.architecture import VOCABULARY
+from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
 from sglang.test.ci.ci_register import register_cuda_ci
 from torch import Tensor
 
@@ -40,7 +40,7 @@ def fork_reason() -> str | None:
     """Why the crashing fork cannot be made of the installed SGLang."""
     if harness.NO_GPU:
         return harness.NO_GPU
-    shape = source.shape(find(None).backend.read_bytes())
+    shape = shape.read_shape(find(None).backend.read_bytes())
     return "draft-extend is exempt in this SGLang" if shape is source.Shape.EXEMPT else None
 
 
@@ -81,17 +81,17 @@ def decoded(
     return [[*i, *a["output_ids"]] for i, a in zip(inputs, answers, strict=True)]
 
 
-def tokens_per_step(running: Server, prefixes: list[list[int]]) -> exact.Comparison:
+def tokens_per_step(running: Server, prefixes: list[list[int]]) -> equality.Comparison:
     """After a hit on each prefix against cold: suffixes from one token on."""
-    suffixes = exact.prompts(PROMPTS, [1, 2, 5, 20, 150], VOCABULARY, seed=5)
-    return exact.accepted_after_hit(running, prefixes, suffixes, 96)
+    suffixes = equality.draw_prompts(PROMPTS, [1, 2, 5, 20, 150], VOCABULARY, seed=5)
+    return equality.compare_steps_after_hit(running, prefixes, suffixes, 96)
 
 
-def first_step(running: Server) -> tuple[exact.Comparison, float, float]:
+def first_step(running: Server) -> tuple[equality.Comparison, float, float]:
     """One token past checkpoints that decoding made, with its mean after a hit, and cold."""
     lengths = range(CHECKPOINT - 12, CHECKPOINT)
-    made = decoded(running, exact.prompts(24, lengths, VOCABULARY, seed=9), 34)
-    return exact.first_step_after_hit(running, [ids[: CHECKPOINT + 1] for ids in made])
+    made = decoded(running, equality.draw_prompts(24, lengths, VOCABULARY, seed=9), 34)
+    return equality.compare_first_step_after_hit(running, [ids[: CHECKPOINT + 1] for ids in made])
 
 
 class MtpIsExact:
@@ -113,7 +113,7 @@ class MtpIsExact:
         # Fixes may be on by default, or by a variable of whoever runs this.
         if all(made(cls.server, fix) for fix in DRAFT_FIXES):
             cls.keeps_draft_checkpoints = True
-        cls.inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
+        cls.inputs = equality.draw_prompts(PROMPTS, LENGTHS, VOCABULARY)
         cls.figures: dict[str, object] = {}
 
     @classmethod
@@ -121,15 +121,17 @@ class MtpIsExact:
         harness.record(f"mtp-{cls.name}", **cls.figures)
         cls.stack.close()
 
-    def check(self, comparison: exact.Comparison, cached: bool = True) -> None:
+    def check(self, comparison: equality.Comparison, cached: bool = True) -> None:
         self.figures[comparison.name] = comparison
         if cached:
             self.assertTrue(all(comparison.cached), comparison)
         self.assertTrue(comparison.exact, comparison)
 
     def test_decode_equals_a_cold_prefill(self) -> None:
-        comparison, answers = exact.decode_against_prefill(self.server, self.inputs, NEW_TOKENS)
-        accept_length = exact.accept_length(answers)
+        comparison, answers = equality.compare_decode_with_prefill(
+            self.server, self.inputs, NEW_TOKENS
+        )
+        accept_length = equality.compute_accept_length(answers)
         distinct = min(len(set(answer["output_ids"])) for answer in answers)
         self.figures |= {"accept length": accept_length, "distinct tokens in 300": distinct}
         self.check(comparison, cached=False)
@@ -137,31 +139,35 @@ class MtpIsExact:
         self.assertGreaterEqual(distinct, 100)
 
     def test_decode_made_hit_equals_cold(self) -> None:
-        suffixes = exact.prompts(PROMPTS, [150], VOCABULARY, seed=1)
+        suffixes = equality.draw_prompts(PROMPTS, [150], VOCABULARY, seed=1)
         self.check(
-            exact.hit_against_cold(
+            equality.compare_hit_with_cold(
                 self.server, "decode-made hit", decoded(self.server, self.inputs), suffixes, 64
             )
         )
 
     def test_prefill_made_hit_equals_cold(self) -> None:
-        prefixes = exact.prompts(PROMPTS, (256, 300, 700, 1100, 1537, 2000), VOCABULARY, seed=2)
-        suffixes = exact.prompts(PROMPTS, [150], VOCABULARY, seed=3)
+        prefixes = equality.draw_prompts(
+            PROMPTS, (256, 300, 700, 1100, 1537, 2000), VOCABULARY, seed=2
+        )
+        suffixes = equality.draw_prompts(PROMPTS, [150], VOCABULARY, seed=3)
         self.server.flush()
         self.server.generate(prefixes, 0)
-        self.check(exact.hit_against_cold(self.server, "prefill-made hit", prefixes, suffixes, 64))
+        self.check(
+            equality.compare_hit_with_cold(self.server, "prefill-made hit", prefixes, suffixes, 64)
+        )
 
     def test_branches_of_a_conversation_equal_cold(self) -> None:
         turns = decoded(self.server, self.inputs)[2:4]
         # Two branches each: the second reuses what the first left, up to where they part.
         prefixes = [*turns, *turns]
-        suffixes = exact.prompts(4, [140, 150, 160, 170], VOCABULARY, seed=4)
-        self.check(exact.hit_against_cold(self.server, "branches", prefixes, suffixes, 200))
+        suffixes = equality.draw_prompts(4, [140, 150, 160, 170], VOCABULARY, seed=4)
+        self.check(equality.compare_hit_with_cold(self.server, "branches", prefixes, suffixes, 200))
 
     def test_every_padded_size_replays_the_same(self) -> None:
         alone = self.server.generate(self.inputs[:1], 64)[0]["output_ids"]
         for size in range(2, 9):
-            batch = exact.prompts(size - 1, LENGTHS, VOCABULARY, seed=size)
+            batch = equality.draw_prompts(size - 1, LENGTHS, VOCABULARY, seed=size)
             self.server.flush()
             answers = self.server.generate([self.inputs[0], *batch], 64)
             self.assertEqual(answers[0]["output_ids"], alone, f"at batch size {size}")
@@ -193,7 +199,7 @@ class MtpIsExact:
         from sglang.test import kl_test_utils as kl
 
         model = str(harness.checkpoint())
-        prompts = exact.prompts(48, (300, 900, 1700), VOCABULARY, seed=6)
+        prompts = equality.draw_prompts(48, (300, 900, 1700), VOCABULARY, seed=6)
         # In memory, where the helpers look first: nothing is downloaded.
         kl._cached_input_ids[f"{model}_{kl.DEFAULT_PROMPT_TOKENS}_{len(prompts)}"] = prompts
         thresholds = {model: {"kl_div": KL_THRESHOLD}}
@@ -210,7 +216,7 @@ class MtpIsExact:
     def test_sglang_s_own_multi_turn_helpers(self) -> None:
         from sglang.test import kl_multiturn_utils as kl
 
-        turns = [exact.prompts(4, [150], VOCABULARY, seed=7 + turn) for turn in range(2)]
+        turns = [equality.draw_prompts(4, [150], VOCABULARY, seed=7 + turn) for turn in range(2)]
         kl.test_input_output_logprobs_match_helper(
             self.server.url,
             str(harness.checkpoint()),
@@ -304,7 +310,7 @@ class DraftIsBehind:
             for fix in self.fixes:
                 self.assertTrue(made(running, fix), fix)
             self.look_at(running)
-            inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
+            inputs = equality.draw_prompts(PROMPTS, LENGTHS, VOCABULARY)
             steps = tokens_per_step(running, decoded(running, inputs))
             first, hit, cold = first_step(running)
         harness.record(f"mtp-{self.name}", **{steps.name: steps, first.name: first})
@@ -376,8 +382,8 @@ class TestWithoutBoundaryFix(unittest.TestCase):
     def accept_length(self, name: str, environment: dict[str, str]) -> float:
         variables = {**environment, "SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX": "0"}
         with server(f"boundary-{name}", variables) as running:
-            inputs = exact.prompts(PROMPTS, LENGTHS, VOCABULARY)
-            return exact.accept_length(running.generate(inputs, NEW_TOKENS))
+            inputs = equality.draw_prompts(PROMPTS, LENGTHS, VOCABULARY)
+            return equality.compute_accept_length(running.generate(inputs, NEW_TOKENS))
 
 
 @unittest.skipIf(fork_reason(), fork_reason() or "")
@@ -387,8 +393,8 @@ class TestDraftExtendForms(unittest.TestCase):
     def test_exempt_and_inert_leave_the_same(self) -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             (exempt, pools), (inert, others) = pool.map(self.seen, ("exempt", "inert"))
-        steps = exact.compare("tokens per decode step", exempt[0], inert[0])
-        logprobs = exact.compare("logprobs", exempt[1], inert[1])
+        steps = equality.compare("tokens per decode step", exempt[0], inert[0])
+        logprobs = equality.compare("logprobs", exempt[1], inert[1])
         rows = differing = 0
         for mine, theirs in zip(pools, others, strict=True):
             # [layers, slots, window, channels]; slot 0 is the dummy that inert tracking writes.
@@ -417,7 +423,7 @@ class TestDraftExtendForms(unittest.TestCase):
         with server(f"form-{form}", variables) as running:
             steps, logprobs = [], []
             # One by one: which slot a request gets then depends on the requests alone.
-            for ids in exact.prompts(PROMPTS, LENGTHS, VOCABULARY):
+            for ids in equality.draw_prompts(PROMPTS, LENGTHS, VOCABULARY):
                 groups = running.stream(ids, NEW_TOKENS)
                 steps.append([float(len(group)) for group in groups])
                 made = [*ids, *chain.from_iterable(groups)]
@@ -462,10 +468,12 @@ class TestMutants(unittest.TestCase):
         variables = harness.environment(harness.crashing_fork(), INKLING_SCONV="auto")
         variables["PYTHONPATH"] = os.pathsep.join([str(package), variables["PYTHONPATH"]])
         with server("mutant-window", variables) as running:
-            prefixes = exact.prompts(PROMPTS, (256, 300, 700, 1100), VOCABULARY, seed=2)
-            suffixes = exact.prompts(PROMPTS, [150], VOCABULARY, seed=3)
+            prefixes = equality.draw_prompts(PROMPTS, (256, 300, 700, 1100), VOCABULARY, seed=2)
+            suffixes = equality.draw_prompts(PROMPTS, [150], VOCABULARY, seed=3)
             running.generate(prefixes, 0)
-            comparison = exact.hit_against_cold(running, "prefill-made hit", prefixes, suffixes, 64)
+            comparison = equality.compare_hit_with_cold(
+                running, "prefill-made hit", prefixes, suffixes, 64
+            )
         self.figures["window one row late"] = comparison
         self.assertTrue(all(comparison.cached), comparison)
         self.assertGreater(comparison.differing, 0, comparison)

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
 from harness import harmless
-from inkling_sconv import exact, source
-from inkling_sconv.server import BASE_OPTIONS, Server
-from inkling_sconv.tiny import VOCABULARY
-from inkling_sconv.tree import find
+from inkling_sconv.codemod import shape
+from inkling_sconv.proof import equality
+from inkling_sconv.proof.architecture import VOCABULARY
+from inkling_sconv.proof.server import BASE_OPTIONS, Server
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=700, stage="base-b", runner_config="1-gpu-large")
@@ -52,21 +52,23 @@ class OneServer:
         harness.record(f"prefill-{cls.name}", **cls.figures)
         cls.stack.close()
 
-    def prefill_made_hit(self) -> exact.Comparison:
+    def prefill_made_hit(self) -> equality.Comparison:
         """Several requests in one replay, then prompts one by one, then a suffix on each.
 
         Nothing is decoded in between: that would clear the track rows, which both runners share.
         """
-        at_once = exact.prompts(6, (140, 150, 160), VOCABULARY, seed=8)
-        prefixes = exact.prompts(6, (256, 300, 500, 640, 700, 900), VOCABULARY, seed=2)
-        suffixes = exact.prompts(6, (20, 150, 60), VOCABULARY, seed=3)
+        at_once = equality.draw_prompts(6, (140, 150, 160), VOCABULARY, seed=8)
+        prefixes = equality.draw_prompts(6, (256, 300, 500, 640, 700, 900), VOCABULARY, seed=2)
+        suffixes = equality.draw_prompts(6, (20, 150, 60), VOCABULARY, seed=3)
         self.server.flush()
         self.server.generate(at_once, 0)
         self.server.flush()
         # Each prompt is a replay of its own, the next ones smaller and larger.
         for prefix in prefixes:
             self.server.generate([prefix], 0)
-        comparison = exact.hit_against_cold(self.server, "prefill-made hit", prefixes, suffixes, 64)
+        comparison = equality.compare_hit_with_cold(
+            self.server, "prefill-made hit", prefixes, suffixes, 64
+        )
         self.figures[comparison.name] = comparison
         self.assertTrue(all(comparison.cached), comparison)
         return comparison
@@ -76,8 +78,8 @@ class IsExact(OneServer):
     """Nothing differs."""
 
     def test_decode_equals_a_cold_prefill(self) -> None:
-        inputs = exact.prompts(6, (100, 128, 333, 700), VOCABULARY)
-        comparison, _ = exact.decode_against_prefill(self.server, inputs, 200)
+        inputs = equality.draw_prompts(6, (100, 128, 333, 700), VOCABULARY)
+        comparison, _ = equality.compare_decode_with_prefill(self.server, inputs, 200)
         self.figures[comparison.name] = comparison
         self.assertTrue(comparison.exact, comparison)
 
@@ -135,7 +137,7 @@ class TestNgramWithoutFixes(Differs, unittest.TestCase):
 
 def fork_reason() -> str | None:
     """Why the crashing fork cannot be made of the installed SGLang."""
-    shape = source.shape(find(None).backend.read_bytes())
+    shape = shape.read_shape(find(None).backend.read_bytes())
     exempt = "draft-extend is exempt in this SGLang" if shape is source.Shape.EXEMPT else None
     return harness.NO_GPU or exempt
 

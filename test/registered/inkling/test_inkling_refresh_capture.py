@@ -17,9 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
-from inkling_sconv import plugin, probe
-from inkling_sconv.backend import InklingSconvBackend
-from inkling_sconv.probe import Rig, State
+from inkling_sconv import names
+from inkling_sconv.plugin.backend import InklingSconvBackend
+from inkling_sconv.probe import backend as probe
+from inkling_sconv.probe.backend import Rig, State
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=40, stage="base-b", runner_config="1-gpu-large")
@@ -37,7 +38,7 @@ class Subject(NamedTuple):
 
 
 def installed() -> type:
-    module = importlib.import_module(plugin.BACKEND_MODULE)
+    module = importlib.import_module(names.BACKEND_MODULE)
     return probe.find_backends(module)[0]
 
 

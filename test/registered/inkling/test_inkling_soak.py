@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
 import load
-from inkling_sconv import exact
-from inkling_sconv.server import BASE_OPTIONS, MTP_OPTIONS, Server
-from inkling_sconv.tiny import VOCABULARY
+from inkling_sconv.proof import equality
+from inkling_sconv.proof.architecture import VOCABULARY
+from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
@@ -105,7 +105,7 @@ class TestSoak(unittest.TestCase):
             if cls.failed:
                 raise server.error(f"{len(cls.failed)} requests failed: {cls.failed[0]}")
             kept = load.scored(cls.soak.outcomes)
-            cls.rescored = exact.rescored(
+            cls.rescored = equality.rescore_answers(
                 server, [o.ids for o in kept], [o.answer for o in kept if o.answer]
             )
             FIGURES["rescored"] = cls.rescored

@@ -1,0 +1,67 @@
+"""``inkling-sconv apply``."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inkling_sconv.cli.common import NEEDS_THE_FIX, Editable, InertFill, fail, one_line_errors
+from inkling_sconv.cli.edit import edit_file, open_editable
+from inkling_sconv.trees.tree import Tree
+
+
+def apply(
+    path: Editable = None,
+    inert_fill: InertFill = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 if it would.")
+    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Change nothing; print the edit.")] = False,
+) -> None:
+    """Put the guard into the tree's own file, then run doctor; what does not heal is put back."""
+    from inkling_sconv.trees.examine import examine_tree
+    from inkling_sconv.trees.replacement import replace_file, restore_file
+
+    with one_line_errors():
+        tree = open_editable(path)
+        file = tree.backend
+        before = file.read_bytes()
+        after = edit_file(file, before, inert_fill)
+        if after == before:
+            print(f"{file}: nothing to do; the guard is there")
+            return
+        if diff:
+            sys.stdout.write(_diff(_relative(tree, file), before, after))
+        if check or diff:
+            if check:
+                print(f"{file}: would be rewritten")
+            raise typer.Exit(NEEDS_THE_FIX if check else 0)
+        replace_file(file, before, after)
+        print(f"{file}: written; checking it ...", flush=True)
+        report = examine_tree(tree, installed=False)
+        if report["state"] not in ("guarded", "exempt"):
+            restore_file(file)
+            seen = report.get("why") or "; ".join(
+                row["seen"] for row in report["rows"] if row["verdict"] == "broken"
+            )
+            fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
+        print(f"state: {report['state']}")
+        print("next: git diff; commit it; undo: revert")
+
+
+def _relative(tree: Tree, file: Path) -> Path:
+    """The file's name from where ``git apply`` or ``patch -p1`` is run."""
+    return file.relative_to(tree.root.parent if tree.root.name == "python" else tree.root)
+
+
+def _diff(name: Path, before: bytes, after: bytes) -> str:
+    # Only a newline ends a line of a patch; splitlines() ends one at a form feed too.
+    old, new = (
+        list(io.StringIO(text.decode(errors="replace"), newline="\n")) for text in (before, after)
+    )
+    return "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))

@@ -1,0 +1,18 @@
+"""``inkling-sconv revert``."""
+
+from __future__ import annotations
+
+from inkling_sconv.cli.common import Editable, one_line_errors
+from inkling_sconv.cli.edit import open_editable
+
+
+def revert(path: Editable = None) -> None:
+    """Put back, byte for byte, what apply found."""
+    from inkling_sconv.trees.replacement import restore_file
+
+    with one_line_errors():
+        file = open_editable(path).backend
+        if restore_file(file):
+            print(f"{file}: as it was before apply")
+        else:
+            print(f"{file}: was back already")

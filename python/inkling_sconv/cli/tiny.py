@@ -1,0 +1,12 @@
+"""``inkling-sconv tiny``."""
+
+from __future__ import annotations
+
+import typer
+
+
+def tiny(context: typer.Context) -> None:
+    """Write a small Inkling checkpoint with MTP heads; nothing is downloaded. See tiny --help."""
+    from inkling_sconv.proof import checkpoint
+
+    raise typer.Exit(checkpoint.main(context.args))

@@ -1,0 +1,83 @@
+"""``inkling-sconv verify``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from inkling_sconv.cli.common import AsJson, fail, one_line_errors
+
+
+def verify(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: tiny."),
+    ] = None,
+    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the server's log goes.")] = Path(
+        "inkling-sconv-server.log"
+    ),
+    timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 600,
+    as_json: AsJson = False,
+) -> None:
+    """On a GPU: start a server with MTP and CUDA graphs; compare what it says to the bit.
+
+    Exit 0: everything is equal; 1: it is not, or the server failed; 2: this machine cannot tell.
+    """
+    import signal
+    import tempfile
+
+    from inkling_sconv.proof import verify as verification
+
+    reason = verification.why_unavailable()
+    if reason is not None:
+        fail(f"verify: {reason}")
+    if not timeout > 0:
+        fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
+    # As Ctrl-C does it: the server is ended on the way out. What nohup ignores stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with one_line_errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        if model is None:
+            from inkling_sconv.proof.checkpoint import write_checkpoint
+
+            model = Path(folder) / "tiny"
+            write_checkpoint(model)
+        try:
+            vocabulary = verification.read_vocabulary_size(model)
+        except ValueError as error:
+            fail(f"verify: {error}")
+        with console.status("") as status:
+            result = verification.verify(
+                model, log, status.update, vocabulary=vocabulary, start_seconds=timeout
+            )
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        _show_result(result)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _show_result(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not result.comparisons:
+        print(f"failed: {result.error}")
+        return
+    table = Table()
+    for heading in ("compared", "floats", "differ", "largest", "cached tokens"):
+        table.add_column(heading)
+    for one in result.comparisons:
+        figures = (one.compared, one.differing, one.largest)
+        cached = " ".join(map(str, one.cached)) or "-"
+        table.add_row(one.name, *map(str, figures), cached)
+    Console().print(table)
+    print(f"accept length {result.accept_length:.2f}; {result.distinct_tokens} distinct tokens")
+    print("passed" if result.passed else f"failed: {result.error}")

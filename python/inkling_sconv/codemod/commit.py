@@ -1,0 +1,146 @@
+"""The edit as a commit: a mailbox patch, or a branch. Working tree and index are not touched."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from inkling_sconv.trees import git
+
+# No [Fix]: git am takes brackets off a subject.
+SUBJECT = "Fix Inkling draft-extend capture without prefix lengths"
+# What a user's configuration of git could leave out, and git am needs.
+FORMAT = (
+    "--no-signature",
+    "--no-cover-letter",
+    "--no-attach",
+    "--unified=3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
+BODY = """\
+Problem: with MTP (--speculative-algorithm EAGLE --enable-multi-layer-eagle) the server dies while
+it captures its draft-extend graphs:
+
+    AttributeError: 'NoneType' object has no attribute 'shape'
+      _refresh_track_conv_indices
+
+Cause: the batch of a capture is built directly, not through ForwardBatch.init_new, so its
+extend_prefix_lens is None. Since #34043 the graph path fills inert track fields and goes on, so
+that the checkpoint scatter is recorded, and reaches the read.
+
+Fix: on the graph path, and only there, zeros stand for missing prefix lengths. No row of such a
+batch is tracked, so they only keep the indices in bounds. A live batch without prefix lengths still
+fails: a made-up prefix would checkpoint the wrong window. The behaviour is that of #35042.
+
+How to test: `inkling-sconv doctor .` on a machine without a GPU; or start the server with MTP and
+CUDA graphs on.
+"""
+
+
+def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> bytes | None:
+    """The edit of ``path`` as ``git am`` takes it; None where ``edit`` changes nothing.
+
+    In a git checkout that tracks ``path``, the commit is made on top of HEAD, and what is not
+    committed is not in it. Elsewhere the patch names the file ``fallback``.
+
+    Raises:
+        GitError: git is missing, has no author to name, or fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        repository = git.find_checkout(path)
+        variables: dict[str, str] = {}
+        if repository is None:
+            repository, name = Path(folder), fallback.as_posix()
+            git.run(repository, "init", "-q")
+            before = path.read_bytes()
+            parent = _commit(repository, name, before, None, "before", variables)
+        else:
+            # New objects go to a folder of their own: the repository stays as it is.
+            theirs = git.read_line(
+                repository, "rev-parse", "--path-format=absolute", "--git-path", "objects"
+            )
+            variables = {
+                "GIT_OBJECT_DIRECTORY": folder,
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": theirs,
+            }
+            name, parent = _name(repository, path), git.read_line(repository, "rev-parse", "HEAD")
+            before = git.run(repository, "cat-file", "blob", f"{parent}:{name}")
+        after = edit(before)
+        if after == before:
+            return None
+        made = _commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", variables)
+        return git.run(repository, "format-patch", "-1", "--stdout", *FORMAT, made, env=variables)
+
+
+def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> str | None:
+    """Make the branch ``name``: the commit ``base`` and the edit of ``path`` on top of it.
+
+    Returns:
+        The new commit's id; None, and no branch, where ``edit`` changes nothing.
+
+    Raises:
+        GitError: no git checkout tracks ``path``, ``base`` is not a commit that has it, the branch
+            is there already, or git fails.
+    """
+    repository = git.find_checkout(path)
+    if repository is None:
+        raise git.GitError(f"{path}: --branch needs a git checkout that tracks the file")
+    git.run(repository, "check-ref-format", "--branch", name)
+    try:
+        parent = git.read_line(
+            repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"
+        )
+    except git.GitError:
+        # git's own reason does not say which of the names it means.
+        raise git.GitError(f"{base}: no commit of that name in {repository}") from None
+    file = _name(repository, path)
+    before = git.run(repository, "cat-file", "blob", f"{parent}:{file}")
+    after = edit(before)
+    if after == before:
+        return None
+    made = _commit(repository, file, after, parent, f"{SUBJECT}\n\n{BODY}", {})
+    git.run(repository, "branch", name, made)
+    return made
+
+
+def has_uncommitted_edits(path: Path) -> bool:
+    """Whether git tracks ``path`` and it differs from HEAD, in the index or the working tree."""
+    repository = git.find_checkout(path)
+    return repository is not None and bool(
+        git.run(repository, "status", "--porcelain", "--", str(path.resolve()))
+    )
+
+
+def _name(repository: Path, path: Path) -> str:
+    return path.resolve().relative_to(repository.resolve()).as_posix()
+
+
+def _commit(
+    repository: Path,
+    name: str,
+    text: bytes,
+    parent: str | None,
+    message: str,
+    variables: dict[str, str],
+) -> str:
+    """A commit of ``parent``'s tree with ``text`` as the file ``name``, made beside the index."""
+    with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        env = {**variables, "GIT_INDEX_FILE": str(Path(folder) / "index")}
+        mode, parents = "100644", []
+        if parent is not None:
+            git.run(repository, "read-tree", parent, env=env)
+            mode = git.read_line(repository, "ls-tree", parent, "--", name, env=env).split()[0]
+            parents = ["-p", parent]
+        # As it is: filters of the checkout (autocrlf) were undone in what was read.
+        hashed = git.run(
+            repository, "hash-object", "-w", "--no-filters", "--stdin", env=env, text=text
+        )
+        entry = f"{mode},{hashed.decode().strip()},{name}"
+        git.run(repository, "update-index", "--add", "--cacheinfo", entry, env=env)
+        tree = git.read_line(repository, "write-tree", env=env)
+        made = git.run(
+            repository, "commit-tree", tree, *parents, "-F", "-", env=env, text=message.encode()
+        )
+        return made.decode().strip()

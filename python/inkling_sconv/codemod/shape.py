@@ -1,0 +1,310 @@
+"""What the syntax tree of a file says of its refresh. Nothing is run, and nothing is written."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+# Neither libcst.matchers nor libcst.metadata: each takes as long to import as libcst itself.
+import libcst as cst
+
+from inkling_sconv.errors import UserError
+from inkling_sconv.names import EXTEND_PREFIX_LENS, REFRESH, TRACK_MASK
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 200
+
+
+class RefusedError(UserError):
+    """The file cannot be rewritten safely: the reason, with the place."""
+
+
+class Shape(str, enum.Enum):
+    """What a method's syntax tree says of it; ``probe.State`` is what running it says."""
+
+    ABSENT = "absent"
+    UNTRACKED = "untracked"
+    CRASHING = "crashing"
+    GUARDED = "guarded"
+    EXEMPT = "exempt"
+
+
+def read_shape(text: bytes) -> Shape:
+    """The state of the file's refresh, from its syntax tree alone.
+
+    Raises:
+        RefusedError: the file is not Python that can be read.
+    """
+    return name_shape(find_methods(parse(text)))
+
+
+class RefreshMethod:
+    """One definition of the refresh, what it calls its arguments, and the nodes in it."""
+
+    def __init__(self, module: cst.Module, owner: cst.ClassDef, node: cst.FunctionDef):
+        params = node.params
+        names = [
+            param.name.value
+            for param in (*params.posonly_params, *params.params, *params.kwonly_params)
+        ]
+        if len(names) < 3:
+            raise RefusedError(f"{REFRESH} takes {names}: which one says it is on a graph path?")
+        self.module, self.owner, self.node = module, owner, node
+        self.host, self.batch = names[:2]
+        self.graph = "on_graph_path" if "on_graph_path" in names[2:] else names[2]
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.nodes = list(walk(node, self.parents))
+        self.order = {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def loads(self) -> list[cst.CSTNode]:
+        """Every ``BATCH.extend_prefix_lens``."""
+        return [node for node in self.nodes if is_field(node, self.batch, EXTEND_PREFIX_LENS)]
+
+    @cached_property
+    def binding(self) -> cst.Assign | cst.AnnAssign | None:
+        """The first ``NAME = BATCH.extend_prefix_lens``, with no other target."""
+        for load in self.loads:
+            assign = self.parents[load]
+            if isinstance(assign, cst.AnnAssign) and isinstance(assign.target, cst.Name):
+                return assign
+            if (
+                isinstance(assign, cst.Assign)
+                and len(assign.targets) == 1
+                and isinstance(assign.targets[0].target, cst.Name)
+            ):
+                return assign
+        return None
+
+    @property
+    def local(self) -> str | None:
+        """The local that holds the prefix lengths."""
+        return None if self.binding is None else list_bound_names(self.binding)[0]
+
+    @cached_property
+    def none_tests(self) -> list[cst.CSTNode]:
+        """Comparisons of the prefix lengths, or of their local, with None."""
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, cst.Comparison)
+            and len(node.comparisons) == 1
+            and isinstance(node.comparisons[0].operator, cst.Is | cst.IsNot)
+            and is_name(node.comparisons[0].comparator, "None")
+            and (
+                is_field(node.left, self.batch, EXTEND_PREFIX_LENS)
+                or (self.local is not None and is_name(node.left, self.local))
+            )
+        ]
+
+    @cached_property
+    def guards(self) -> list[cst.CSTNode]:
+        """Where the prefix lengths are replaced if they are None and this is the graph path."""
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, cst.If | cst.IfExp)
+            and self._asks_for_missing_on_graph(node)
+            and (isinstance(node, cst.IfExp) or self._binds_local(node.body))
+            # A second call on one batch finds the mask filled, and passes the fill's branch by.
+            and not any(
+                isinstance(outer, cst.If) and any(fill in walk(outer) for fill in self.fills)
+                for outer in self.path(node)
+            )
+        ]
+
+    def _asks_for_missing_on_graph(self, node: cst.If | cst.IfExp) -> bool:
+        test = node.test
+        if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+            sides = (test.left, test.right)
+            return any(none in sides for none in self.none_tests) and any(
+                is_name(side, self.graph) for side in sides
+            )
+        return test in self.none_tests and any(
+            isinstance(outer, cst.If)
+            and is_name(outer.test, self.graph)
+            and node in walk(outer.body)
+            for outer in self.path(node)
+        )
+
+    def _binds_local(self, body: cst.CSTNode) -> bool:
+        return any(self.local in list_bound_names(node) for node in walk(body))
+
+    @cached_property
+    def fills(self) -> list[cst.CSTNode]:
+        """Where a mask is put into the batch."""
+        return [
+            node
+            for node in self.nodes
+            if (
+                isinstance(node, cst.AssignTarget) and is_field(node.target, self.batch, TRACK_MASK)
+            )
+            # The fill that this module writes is a loop of setattr.
+            or (
+                isinstance(node, cst.Call)
+                and is_name(node.func, "setattr")
+                and node.args
+                and is_name(node.args[0].value, self.batch)
+            )
+        ]
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether it returns where it is asked for draft-extend."""
+        return any(
+            isinstance(node, cst.If)
+            and ends_in_return(node)
+            and any(
+                isinstance(inner, cst.Call)
+                and isinstance(inner.func, cst.Attribute)
+                and inner.func.attr.value.startswith("is_draft_extend")
+                for inner in walk(node.test)
+            )
+            for node in self.nodes
+        )
+
+    def path(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """The nodes from the method down to ``node``."""
+        path = [node]
+        while path[-1] is not self.node:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    def refused(self, node: cst.CSTNode, reason: str) -> RefusedError:
+        """The error for something at ``node``."""
+        from libcst.metadata import MetadataWrapper, PositionProvider
+
+        positions = MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
+        return RefusedError(f"line {positions[node].start.line}: {reason}")
+
+
+def parse(text: bytes) -> cst.Module:
+    """The syntax tree of ``text``; refuses a file that cannot be read or reproduced."""
+    if len(text) > MAX_BYTES:
+        raise RefusedError(f"the file has {len(text)} bytes; this edits at most {MAX_BYTES}")
+    _check_python(text)
+    try:
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        raise RefusedError(f"not Python at line {error.raw_line}: {error.message}") from None
+    except (UnicodeDecodeError, LookupError, ValueError) as error:
+        raise RefusedError(f"cannot be read as text: {error}") from None
+    if module.bytes != text:
+        raise RefusedError("its bytes cannot be reproduced; are its line ends a lone CR?")
+    return module
+
+
+def _check_python(text: bytes) -> None:
+    """Refuse what LibCST would die of: its parser overflows the stack on deep expressions."""
+    deep = RefusedError(f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            level: list[ast.AST] = [ast.parse(text)]
+    except SyntaxError as error:
+        place = "" if error.lineno is None else f" at line {error.lineno}"
+        raise RefusedError(f"not Python{place}: {error.msg}") from None
+    except ValueError as error:
+        raise RefusedError(f"not Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise deep from None
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise deep
+
+
+def walk(
+    node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode] | None = None
+) -> Iterator[cst.CSTNode]:
+    """``node`` and all below it, statements in the order of the text."""
+    yield node
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        for child in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(child, cst.CSTNode):
+                if parents is not None:
+                    parents[child] = node
+                yield from walk(child, parents)
+
+
+def find_methods(module: cst.Module) -> list[RefreshMethod]:
+    """Every definition of the refresh in a class of the module's top level, or under an ``if``."""
+    owners = [node for node in module.body if isinstance(node, cst.ClassDef)]
+    for compound in module.body:
+        if isinstance(compound, cst.If | cst.Try):
+            owners += [node for node in walk(compound) if isinstance(node, cst.ClassDef)]
+    return [
+        RefreshMethod(module, owner, node)
+        for owner in owners
+        for node in owner.body.body
+        if isinstance(node, cst.FunctionDef) and node.name.value == REFRESH
+    ]
+
+
+def is_name(node: cst.CSTNode, value: str) -> bool:
+    """Whether ``node`` is the name ``value``."""
+    return isinstance(node, cst.Name) and node.value == value
+
+
+def is_field(node: cst.CSTNode, owner: str, name: str) -> bool:
+    """Whether ``node`` is ``owner.name``."""
+    return (
+        isinstance(node, cst.Attribute) and is_name(node.value, owner) and is_name(node.attr, name)
+    )
+
+
+def names_field(node: cst.CSTNode) -> bool:
+    """Whether this reads the prefix lengths of anything, or spells the field's name in full."""
+    return (isinstance(node, cst.Attribute) and is_name(node.attr, EXTEND_PREFIX_LENS)) or (
+        isinstance(node, cst.SimpleString) and node.raw_value == EXTEND_PREFIX_LENS
+    )
+
+
+def list_bound_names(assign: cst.CSTNode) -> list[str]:
+    """The plain names that an assignment binds."""
+    if isinstance(assign, cst.Assign):
+        targets: list[cst.CSTNode] = [target.target for target in assign.targets]
+    elif isinstance(assign, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For | cst.CompFor):
+        targets = [assign.target]
+    elif isinstance(assign, cst.AsName):
+        targets = [assign.name]
+    else:
+        return []
+    # A field or an item that is assigned to binds no name.
+    return [
+        node.value
+        for target in targets
+        if not isinstance(target, cst.Attribute | cst.Subscript)
+        for node in walk(target)
+        if isinstance(node, cst.Name)
+    ]
+
+
+def is_crashing(method: RefreshMethod) -> bool:
+    """Whether the method reads the prefix lengths unguarded."""
+    return bool(method.loads) and not method.guards and not method.is_exempt
+
+
+def name_shape(methods: Sequence[RefreshMethod]) -> Shape:
+    """The shape of a file that has these definitions of the refresh."""
+    # An override that only calls its base says nothing; the base does.
+    methods = [method for method in methods if method.loads]
+    crashing = [method for method in methods if is_crashing(method)]
+    if crashing:
+        return Shape.CRASHING if all(m.fills for m in crashing) else Shape.UNTRACKED
+    if not methods:
+        return Shape.ABSENT
+    return Shape.EXEMPT if any(m.is_exempt for m in methods) else Shape.GUARDED
+
+
+def ends_in_return(node: cst.If) -> bool:
+    """Whether the last statement of the ``if`` is a return of nothing."""
+    last = node.body.body[-1]
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, cst.Return) and (last.value is None or is_name(last.value, "None"))

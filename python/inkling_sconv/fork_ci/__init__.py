@@ -1,0 +1,1 @@
+"""The registered tests and a workflow, and how ``ci-init`` copies them into a fork."""

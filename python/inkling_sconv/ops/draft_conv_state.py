@@ -1,0 +1,169 @@
+"""The conv state that an MTP head keeps in draft-extend: its own, and a checkpoint of it.
+
+Draft-extend runs over a window of rows per request: with SGLang's boundary fix, some *front* rows
+of tokens that were accepted before, then one row per token of the step. Of these, the accepted ones
+move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
+
+Front rows come before the step. They are computed anew in each step, from tokens that are verified
+by then, and take the place of what the conv state has of the same tokens. The state is not to be
+relied on: a head after the first writes its last rows before their tokens are verified, and in
+SGLang 0.5.17 - 0.5.19 every draft-extend of a batch whose requests stay the same clears the states
+again that its prefill was to clear (``_apply_deferred_mamba_init_to_draft_pools``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
+    triton = None
+
+
+def update_draft_conv_state_ref(
+    hidden_states: torch.Tensor,
+    cache: torch.Tensor,
+    cache_indices: torch.Tensor,
+    accepted: torch.Tensor,
+    seq_lens: torch.Tensor,
+    track_slots: torch.Tensor | None,
+    *,
+    front: int,
+    interval: int,
+) -> None:
+    """Move the conv state of every request on by its accepted tokens, and keep a checkpoint.
+
+    For a request whose step begins at ``base = seq_lens[r] - (T - front)``, and that accepts ``n``
+    tokens::
+
+        fresh    = min(front, window)
+        state    = cache[cache_indices[r], : window - fresh]
+        rows     = cat(state, hidden_states[r, front - fresh :])     # from base - window on
+        boundary = floor((base + n) / interval) * interval
+        cache[track_slots[r]]   = rows[boundary - base :][:window]   # if boundary > base
+        cache[cache_indices[r]] = rows[n:][:window]
+
+    Args:
+        hidden_states: ``[rows, T, D]``: the convolution's input.
+        cache: ``[slots, window, D]``, written in place.
+        cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
+        accepted: ``[>= rows]``, integer: tokens of the step that were accepted; negative on padded
+            rows, which write nothing.
+        seq_lens: ``[>= rows]``, integer: length with all tokens of the step, accepted or not.
+        track_slots: ``[>= rows]``, integer: the slot for each request's checkpoint; None for none.
+        front: front rows, at the beginning of the ``T``.
+        interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
+    """
+    window = cache.shape[1]
+    fresh = min(front, window)
+    for r, own in enumerate(hidden_states):
+        n = int(accepted[r])
+        if n < 0:
+            continue
+        slot = int(cache_indices[r])
+        rows = torch.cat([cache[slot, : window - fresh], own[front - fresh :]])
+        base = int(seq_lens[r]) - (own.shape[0] - front)
+        past = (base + n) // interval * interval - base
+        if track_slots is not None and past > 0:
+            cache[int(track_slots[r])] = rows[past : past + window]
+        cache[slot] = rows[n : n + window]
+
+
+if triton is not None:
+
+    @triton.jit(  # type: ignore[untyped-decorator]
+        do_not_specialize=["cache_indices", "accepted", "seq_lens", "track_slots"]
+    )
+    def _update_draft_conv_state_kernel(  # type: ignore[no-untyped-def]
+        hidden_states,  # [rows, T, D]
+        cache,  # [slots, WINDOW, D]
+        cache_indices,  # [rows]
+        accepted,  # [rows]
+        seq_lens,  # [rows]
+        track_slots,  # [rows], or None
+        hidden_row,
+        hidden_token,
+        cache_slot,
+        cache_row,
+        D,
+        WIDTH: tl.constexpr,
+        FRONT: tl.constexpr,
+        INTERVAL: tl.constexpr,
+        WINDOW: tl.constexpr,
+        STATE: tl.constexpr,  # rows that are taken from the conv state
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        n = tl.load(accepted + row).to(tl.int64)
+        if n < 0:
+            return
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < D
+        own = cache + tl.load(cache_indices + row).to(tl.int64) * cache_slot + channel
+        token = hidden_states + row.to(tl.int64) * hidden_row + channel
+
+        if track_slots is not None:
+            base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
+            past = (base + n) // INTERVAL * INTERVAL - base
+            if past > 0:
+                kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
+                for w in tl.static_range(WINDOW):
+                    at = past + w
+                    old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
+                    new = tl.load(
+                        token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE)
+                    )
+                    tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
+        # In ascending order no row is read after it was written.
+        for w in tl.static_range(WINDOW):
+            at = n + w
+            old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
+            new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
+            tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
+
+    # By TRITON_INTERPRET, at the time of decoration.
+    _INTERPRETED = not isinstance(_update_draft_conv_state_kernel, triton.JITFunction)
+else:
+    _INTERPRETED = False
+
+
+def update_draft_conv_state(
+    hidden_states: torch.Tensor,
+    cache: torch.Tensor,
+    cache_indices: torch.Tensor,
+    accepted: torch.Tensor,
+    seq_lens: torch.Tensor,
+    track_slots: torch.Tensor | None,
+    *,
+    front: int,
+    interval: int,
+) -> None:
+    """``update_draft_conv_state_ref`` in one launch, which reads nothing on the host.
+
+    Channels are contiguous, and so are the integer tensors. On the CPU it is the reference.
+    """
+    arguments = (hidden_states, cache, cache_indices, accepted, seq_lens, track_slots)
+    if not (hidden_states.is_cuda or (_INTERPRETED and hidden_states.is_cpu)):
+        update_draft_conv_state_ref(*arguments, front=front, interval=interval)
+        return
+    rows, length, channels = hidden_states.shape
+    assert hidden_states.stride(2) == cache.stride(2) == 1
+    if rows == 0:
+        return
+    block = min(triton.next_power_of_2(channels), 1024)
+    _update_draft_conv_state_kernel[(rows, triton.cdiv(channels, block))](
+        *arguments,
+        hidden_states.stride(0),
+        hidden_states.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        channels,
+        length - front,
+        front,
+        interval,
+        cache.shape[1],
+        max(cache.shape[1] - front, 0),
+        block,
+    )

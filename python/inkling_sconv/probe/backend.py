@@ -1,0 +1,291 @@
+"""What an Inkling backend does, found by running it on CPU tensors.
+
+The class is driven without a model runner: an instance made by ``object.__new__``, its own
+``_alloc_graph_buffers``, real ``ForwardBatch`` objects. No version is compared anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from inkling_sconv.names import (
+    ALLOC_GRAPH_BUFFERS,
+    REFRESH,
+    TRACK_INDICES,
+    TRACK_MASK,
+    TRACK_SEQLENS,
+)
+from inkling_sconv.ops.track_conv_indices import track_conv_indices_ref
+from inkling_sconv.probe.stand_ins import Blank, use_configuration
+
+_UNSET = object()
+
+
+class State(str, enum.Enum):
+    """What a backend class does with a capture batch that carries no prefix lengths."""
+
+    UNTRACKED = "untracked"
+    """Returns early, without indices: the checkpoint scatter drops out of the graph."""
+    CRASHING = "crashing"
+    """Dereferences the missing prefix lengths."""
+    GUARDED = "guarded"
+    """Gives inert indices."""
+    EXEMPT = "exempt"
+    """Gives inert indices to prefill; leaves draft-extend alone."""
+    GRAFTED = "grafted"
+    """Our method: exempt or guarded, and invents no prefix for rows that may be tracked."""
+    UNKNOWN = "unknown"
+    """None of these."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """``state``, the one line that says why, and what a draft-extend capture did."""
+
+    state: State
+    why: str
+    capture: str
+
+
+def find_backends(module: ModuleType) -> list[type]:
+    """Every class of ``module`` that defines the refresh itself, bases before subclasses."""
+    found = {c for c in vars(module).values() if isinstance(c, type) and REFRESH in vars(c)}
+    return sorted(found, key=lambda c: (len(c.__mro__), c.__qualname__))
+
+
+class Rig:
+    """One backend instance on a device, with its graph buffers allocated, and no model runner.
+
+    ``max_rows`` bounds the static buffers, ``window`` is ``conv_kernel - 1``, ``chunk_size`` is
+    ``mamba_cache_chunk_size`` in tokens.
+    """
+
+    def __init__(
+        self,
+        cls: type[Any],
+        *,
+        max_rows: int = 8,
+        window: int = 3,
+        chunk_size: int = 64,
+        device: str = "cpu",
+    ):
+        self.device = device
+        self.window = window
+        self.chunk_size = chunk_size
+        self.backend: Any = object.__new__(cls)
+        self.backend.device = torch.device(device)
+        self.backend.conv_state_len = window
+        self.backend.mamba_cache_chunk_size = chunk_size
+        self.backend._cache_indices_buf = None
+        self.backend.req_to_token_pool = SimpleNamespace(size=max_rows)
+        self.backend.sconv_metadata = SimpleNamespace(track_conv_indices=None)
+        with contextlib.ExitStack() as stack:
+            for base in cls.__mro__:
+                if ALLOC_GRAPH_BUFFERS in vars(base):
+                    method = inspect.unwrap(vars(base)[ALLOC_GRAPH_BUFFERS])
+                    stack.enter_context(use_configuration(method.__globals__, Blank()))
+            getattr(self.backend, ALLOC_GRAPH_BUFFERS)()
+
+    def tensor(self, values: Sequence[int | bool], dtype: torch.dtype) -> torch.Tensor:
+        """``values`` on the rig's device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def batch(
+        self,
+        mode: str,
+        rows: int,
+        *,
+        mask: Sequence[bool] | None = None,
+        track_seqlens: Sequence[int] | None = None,
+        prefix_lens: Sequence[int] | None = None,
+        dtypes: tuple[torch.dtype, torch.dtype] = (torch.int64, torch.int32),
+    ) -> Any:
+        """A real ``ForwardBatch`` of ``rows`` requests in the ``ForwardMode`` named ``mode``.
+
+        ``dtypes`` are those of ``track_seqlens`` and ``prefix_lens``. What is None stays None.
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        seqlens_dtype, prefix_dtype = dtypes
+        empty = self.tensor([], torch.int64)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode],
+            batch_size=rows,
+            input_ids=empty,
+            req_pool_indices=empty,
+            seq_lens=empty,
+            out_cache_loc=empty,
+            seq_lens_sum=0,
+        )
+        if mask is not None:
+            batch.mamba_track_mask = self.tensor(mask, torch.bool)
+            batch.mamba_track_indices = self.tensor([0] * len(mask), torch.int64)
+        if track_seqlens is not None:
+            batch.mamba_track_seqlens = self.tensor(track_seqlens, seqlens_dtype)
+        if prefix_lens is not None:
+            batch.extend_prefix_lens = self.tensor(prefix_lens, prefix_dtype)
+        return batch
+
+    def refresh(
+        self, batch: Any, query_start_loc: Sequence[int], *, on_graph_path: bool
+    ) -> torch.Tensor | None:
+        """Run the class's own refresh on ``batch``; what it left in ``track_conv_indices``."""
+        metadata = self.backend.sconv_metadata
+        metadata.query_start_loc = self.tensor(query_start_loc, torch.int32)
+        metadata.track_conv_indices = None
+        method = getattr(self.backend, REFRESH)
+        _, graph = list(inspect.signature(method).parameters.values())[:2]
+        if graph.kind is graph.KEYWORD_ONLY:
+            method(batch, **{graph.name: on_graph_path})
+        else:
+            method(batch, on_graph_path)
+        indices: torch.Tensor | None = metadata.track_conv_indices
+        return indices
+
+    def reference(self, batch: Any) -> torch.Tensor:
+        """What ``track_conv_indices_ref`` gives for ``batch`` and the last ``query_start_loc``."""
+        prefix_lens = batch.extend_prefix_lens
+        if prefix_lens is None:
+            prefix_lens = torch.zeros_like(batch.mamba_track_seqlens)
+        return track_conv_indices_ref(
+            self.backend.sconv_metadata.query_start_loc,
+            batch.mamba_track_seqlens,
+            prefix_lens,
+            rows=batch.batch_size,
+            chunk_size=self.chunk_size,
+            window=self.window,
+        )
+
+
+def leaves_draft_extend_alone(cls: type) -> bool:
+    """Whether a draft-extend capture keeps its ``mamba_track_indices``, and gets no indices."""
+    try:
+        rig = Rig(cls)
+        batch = rig.batch("DRAFT_EXTEND_V2", 2)
+        slots = batch.mamba_track_indices = rig.tensor([5, 6], torch.int64)
+        indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
+    except Exception:
+        return False
+    return indices is None and batch.mamba_track_indices is slots
+
+
+class _UnrecognisedError(Exception):
+    """The class does something that none of the known states does."""
+
+
+def classify(cls: type) -> Report:
+    """Drive ``cls`` and name its state. Never raises: what cannot be driven is ``unknown``."""
+    capture = ""
+    try:
+        capture, prefill = _capture(cls, "DRAFT_EXTEND_V2"), _capture(cls, "EXTEND")
+        _check_live(cls)
+        state = _STATES.get((_kind(capture), _kind(prefill)))
+        if state is State.CRASHING:
+            # The crash is the missing prefix only if the same capture works with one.
+            capture_with_prefix = _capture(cls, "DRAFT_EXTEND_V2", prefix_lens=[0, 0])
+            if _kind(capture_with_prefix) != _INDICES:
+                raise _UnrecognisedError(f"with prefix lengths, capture: {capture_with_prefix}")
+        if state in (State.GUARDED, State.EXEMPT) and _refuses_unmasked(cls):
+            state = State.GRAFTED
+        if state is None:
+            raise _UnrecognisedError(f"draft-extend capture: {capture}; prefill capture: {prefill}")
+        return Report(state, f"draft-extend capture: {capture}", capture)
+    except Exception as error:
+        why = str(error) if isinstance(error, _UnrecognisedError) else _describe(error)
+        return Report(State.UNKNOWN, why, capture)
+
+
+_NONE, _INDICES, _RAISES = "no indices", "inert indices", "raises"
+_STATES = {
+    (_NONE, _NONE): State.UNTRACKED,
+    (_RAISES, _RAISES): State.CRASHING,
+    (_INDICES, _INDICES): State.GUARDED,
+    (_NONE, _INDICES): State.EXEMPT,
+}
+
+
+def _kind(outcome: str) -> str:
+    return outcome if outcome in (_NONE, _INDICES) else _RAISES
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> str:
+    """Outcome of the refresh on a capture batch: two rows of four tokens, no tracking metadata."""
+    rig = Rig(cls)
+    batch = rig.batch(mode, 2, prefix_lens=prefix_lens)
+    before = dict(vars(batch))
+    try:
+        indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
+    except Exception as error:
+        return _describe(error)
+    changed = {name for name, value in vars(batch).items() if value is not before.get(name)}
+    if indices is None:
+        if changed:
+            raise _UnrecognisedError(f"{mode} capture: no indices, yet sets {_list(changed)}")
+        return _NONE
+    fields = {TRACK_MASK, TRACK_INDICES, TRACK_SEQLENS}
+    if changed != fields or batch.mamba_track_mask.any() or batch.mamba_track_indices.any():
+        raise _UnrecognisedError(
+            f"{mode} capture: track fields are not inert (sets {_list(changed)})"
+        )
+    if not torch.equal(indices, rig.reference(batch)):
+        raise _UnrecognisedError(
+            f"{mode} capture: window is not the reference's: {indices.tolist()}"
+        )
+    return _INDICES
+
+
+def _check_live(cls: type) -> None:
+    """A live batch gets the reference's window, nothing else is touched, no prefix is invented."""
+    mask, track_seqlens = [True, False, True], [192, 64, 400]
+    for on_graph_path in (False, True):
+        rig = Rig(cls)
+        batch = rig.batch(
+            "EXTEND", 4, mask=mask, track_seqlens=track_seqlens, prefix_lens=[64, 128, 200]
+        )
+        hosts = (batch, rig.backend, rig.backend.sconv_metadata)
+        before = [dict(vars(host)) for host in hosts]
+        indices = rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
+        if indices is None or not torch.equal(indices, rig.reference(batch)):
+            got = None if indices is None else indices.tolist()
+            raise _UnrecognisedError(f"live batch: window is not the reference's: {got}")
+        touched = {
+            name
+            for host, old in zip(hosts, before, strict=True)
+            for name, value in vars(host).items()
+            if value is not old.get(name, _UNSET)
+        } - {"track_conv_indices", "query_start_loc"}
+        if touched:
+            raise _UnrecognisedError(f"live batch: also sets {_list(touched)}")
+    rig = Rig(cls)
+    try:
+        batch = rig.batch("EXTEND", 3, mask=mask, track_seqlens=track_seqlens)
+        rig.refresh(batch, [0, 128, 168, 368], on_graph_path=False)
+    except Exception:
+        return
+    raise _UnrecognisedError("live batch without extend_prefix_lens passes")
+
+
+def _refuses_unmasked(cls: type) -> bool:
+    rig = Rig(cls)
+    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    try:
+        rig.refresh(batch, [0, 64], on_graph_path=True)
+    except Exception:
+        return True
+    return False
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

@@ -1,0 +1,112 @@
+"""Stand-ins for everything that a driven method reads and a test of it does not care about."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from inkling_sconv.names import CONFIG_MODULES
+
+
+# A dataclass: SGLang copies some of what it stands for with dataclasses.replace.
+@dataclasses.dataclass(init=False)
+class Blank:
+    """False, neither smaller nor larger than anything; its attributes, items and calls are blank.
+
+    Also a configuration in which nothing is set.
+    """
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Blank:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Blank()
+
+    def __call__(self, *_: Any, **__: Any) -> Blank:
+        return Blank()
+
+    def __getitem__(self, _: Any) -> Blank:
+        return Blank()
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __lt__(self, _: Any) -> bool:
+        return False
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+
+class Stub(Blank):
+    """An object with the given attributes. Every other attribute is blank."""
+
+    def __init__(self, **given: Any):
+        self.__dict__.update(given)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class AllOn:
+    """A configuration in which every switch is on, except ``disable...`` and those that are given.
+
+    A given bool is also callable, as SGLang has properties and methods of one name.
+    """
+
+    def __init__(self, **given: Any):
+        self.given = given
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.given:
+            value = self.given[name]
+            return (lambda: value) if isinstance(value, bool) else value
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return False if name.startswith("disable") else AllOn()
+
+    def __call__(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def use_configuration(namespace: dict[str, Any], configuration: Any) -> Iterator[None]:
+    """For its duration, every configuration that the code of ``namespace`` reads is this one.
+
+    ``namespace`` is a module's ``vars()`` or a function's ``__globals__``.
+    """
+    saved = {
+        name: value
+        for name, value in namespace.items()
+        if inspect.isfunction(value) and value.__module__ in CONFIG_MODULES
+    }
+    namespace.update(dict.fromkeys(saved, lambda: configuration))
+    try:
+        yield
+    finally:
+        namespace.update(saved)
+
+
+def make_instance(cls: type, method: str, **given: Any) -> Any:
+    """An instance of ``cls``, made without ``__init__``, on which only ``method`` is real.
+
+    ``given`` are its attributes. Every other attribute, inherited ones too, is blank.
+    """
+    names: dict[str, Any] = {
+        name: Blank()
+        for base in cls.__mro__[:-1]
+        for name, value in vars(base).items()
+        if name != method
+        and not name.startswith(("__", "_inkling_sconv"))
+        and (inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod))
+    }
+    names |= {
+        name: staticmethod(value) if inspect.isfunction(value) else value
+        for name, value in given.items()
+    }
+    names["__getattr__"] = lambda self, name: Blank()
+    return object.__new__(type(cls.__name__, (cls,), names))

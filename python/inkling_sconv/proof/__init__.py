@@ -1,0 +1,1 @@
+"""A real server on a small checkpoint, and what it answers compared to the bit."""

@@ -1,0 +1,51 @@
+"""Running git."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from inkling_sconv.errors import UserError
+
+
+class GitError(UserError):
+    """git is missing or fails: which command, and git's own reason."""
+
+
+def run(
+    folder: Path, *arguments: str, env: dict[str, str] | None = None, text: bytes | None = None
+) -> bytes:
+    """What ``git -C FOLDER ARGUMENTS`` prints; ``text`` is its standard input."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            env={**os.environ, **(env or {})},
+            input=text,
+            check=True,
+            capture_output=True,
+        ).stdout
+    except FileNotFoundError:
+        raise GitError("git is not installed") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()] or ["it says nothing"]
+        # The advice that git gives comes before the reason, or after it.
+        reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[0])
+        if "tell me who you are" in said:
+            reason = "no author; set user.name and user.email with git config"
+        raise GitError(f"git {arguments[0]} failed in {folder}: {reason.strip()}") from None
+
+
+def read_line(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """As ``run``, for an answer that is one line."""
+    return os.fsdecode(run(folder, *arguments, env=env)).rstrip("\n")
+
+
+def find_checkout(path: Path) -> Path | None:
+    """The top folder of the checkout that tracks ``path``; None where none does, or without git."""
+    try:
+        run(path.parent, "ls-files", "--error-unmatch", path.name)
+        return Path(read_line(path.parent, "rev-parse", "--show-toplevel"))
+    except GitError:
+        return None

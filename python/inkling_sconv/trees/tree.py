@@ -1,0 +1,92 @@
+"""One SGLang source tree: an installed package, a checkout, or an unpacked wheel."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inkling_sconv.errors import UserError
+from inkling_sconv.names import BACKEND_MODULE, REFRESH
+
+BACKEND = Path(*BACKEND_MODULE.split(".")).with_suffix(".py")
+
+
+class TreeError(UserError):
+    """There is no SGLang tree, or it cannot be used in this way."""
+
+
+class AbsentError(TreeError):
+    """There is an SGLang tree, without an Inkling backend."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """``root`` is the folder that holds the package ``sglang``: what goes on ``PYTHONPATH``."""
+
+    root: Path
+
+    @property
+    def backend(self) -> Path:
+        """The file that defines the refresh; a fork may have moved it.
+
+        Raises:
+            TreeError: no file of the tree does, or several do.
+        """
+        usual = self.root / BACKEND
+        if usual.exists() or usual.is_symlink():
+            return usual
+        source = self.root / "sglang" / "srt"
+        needle = f"def {REFRESH}(".encode()
+        found = [path for path in sorted(source.rglob("*.py")) if needle in path.read_bytes()]
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(str(path.relative_to(self.root)) for path in found)
+        if found:
+            raise TreeError(f"{self.root}: {REFRESH} is in several files: {names}")
+        raise AbsentError(
+            f"{self.root}: no file defines {REFRESH}; this SGLang has no Inkling backend"
+        )
+
+
+def find_tree(path: Path | None) -> Tree:
+    """The tree at ``path``: a checkout, its ``python`` folder, or a folder with ``sglang`` in it.
+
+    None stands for the SGLang that this Python would import.
+
+    Raises:
+        TreeError: there is none.
+    """
+    if path is None:
+        # Looks the top package up without importing it.
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise TreeError("SGLang is not installed for this Python; name a TREE")
+        return Tree(Path(spec.submodule_search_locations[0]).parent)
+    if not path.exists():
+        raise TreeError(f"{path}: no such file or folder")
+    path = path.absolute()
+    for root in (path, path / "python", path.parent):
+        package = root / "sglang"
+        if (package / "srt").is_dir() and (root != path.parent or package == path):
+            return Tree(root)
+    raise TreeError(f"{path}: no SGLang here (looked for sglang/srt and python/sglang/srt)")
+
+
+@contextlib.contextmanager
+def open_tree(path: Path | None) -> Iterator[Tree]:
+    """As ``find_tree``; a wheel file is unpacked into a folder that is gone afterwards."""
+    if path is None or path.suffix != ".whl":
+        yield find_tree(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(folder)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise TreeError(f"{path}: not a wheel that can be read ({error})") from None
+        yield find_tree(Path(folder))

@@ -19,6 +19,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy .github/scripts
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/zizmor --offline --quiet .github
 
 format: $(VENV)/ready
@@ -46,6 +47,6 @@ releases: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed; set PYTHON=...") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing $(SGLANG) and the test tools into $(VENV): 11 GB, about 3 minutes the first time."
+	@echo "Installing $(SGLANG) and the test tools into $(VENV): 11 GB, about 4 minutes the first time."
 	$(BIN)/python -m pip install --progress-bar on "$(SGLANG)" -e '.[test]'
 	touch $@

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands exist, and quoted lines are what the code prints."""
+"""The pages: links lead somewhere, names exist, and quoted lines are what the code prints."""
 
 from __future__ import annotations
 
@@ -10,60 +10,83 @@ from pathlib import Path
 import pytest
 import releases
 import typer.main
-from inkling_sconv import __version__, cli
+from inkling_sconv import __version__, cli, names
 from test_forks import crashing_text
 
 ROOT = releases.ROOT
+PACKAGE = ROOT / "python/inkling_sconv"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 TROUBLE = ROOT / "docs/troubleshooting.md"
+LONGEST_ROW = 120
 
 
-def code(text: str) -> list[str]:
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def list_code(text: str) -> list[str]:
     """The lines of fenced blocks, and the inline code, of a page."""
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    inline = [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose)]
-    return [*(line for block in fenced for line in block.splitlines()), *inline]
+    inline = re.findall(r"`([^`]+)`", without_blocks(text))
+    return [line for block in fenced for line in block.splitlines()] + [
+        " ".join(found.split()) for found in inline
+    ]
 
 
-def anchors(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
-
-
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links(name):
     page = ROOT / name
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    text = without_blocks(page.read_text())
+    defined = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    used = set(re.findall(r"(?<!\])\[(#\d+)\](?![:(])", text))
+    assert used <= defined.keys(), f"{name}: no link for {used - defined.keys()}"
+    for link in (*re.findall(r"\]\(([^)\s]+)\)", text), *defined.values()):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.is_relative_to(ROOT) and target.exists(), f"{name}: {link}"
-        assert not anchor or anchor in anchors(target), f"{name}: {link}"
+        assert not anchor or anchor in list_anchors(target), f"{name}: {link}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    text = (ROOT / "README.md").read_text()
+def test_the_readme_links_issues_and_pages():
+    text = without_blocks((ROOT / "README.md").read_text())
+    assert not re.findall(r"(?<![\[\w/])#\d{5}", text)
     assert [name for name in NAMES if name != "README.md" and f"]({name})" not in text] == []
+
+
+def test_a_row_of_the_readme_is_one_line():
+    rows = re.findall(r"^\|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [row for row in rows if len(row) > LONGEST_ROW] == []
+
+
+def test_the_architecture_names_every_file():
+    text = (ROOT / "docs/architecture.md").read_text()
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    paths = {str(file) for file in files if file.name != "__init__.py"}
+    paths |= {f"{file.parent}/" for file in files if file.parent != Path()}
+    paths |= {f"{name}/" for name in ("test/unit", "test/contract", "benchmark", ".github")}
+    in_prose = {"fork_ci/copy.py"} | {path for path in paths if path.startswith("cli/c")}
+    shared = {"cli/edit.py"} | {path for path in paths if path.startswith("cli/")}
+    assert sorted(path for path in paths - in_prose - shared if f"`{path}`" not in text) == []
+    named = set(re.findall(r"^\| \*{0,2}`([\w/.]+)`", text, re.MULTILINE))
+    assert [
+        path for path in named if not any((top / path).exists() for top in (ROOT, PACKAGE))
+    ] == []
 
 
 def test_make_targets():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    named = {
-        target
-        for page in PAGES
-        for line in code(page.read_text())
-        for target in re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", line)
-    }
+    lines = [line for page in PAGES for line in list_code(page.read_text())]
+    named = {name for line in lines for name in re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", line)}
     assert {"demo", "test", "lint", "evidence", "designs"} <= named
     assert named - targets == set()
 
@@ -71,7 +94,7 @@ def test_make_targets():
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_and_their_options(name):
     commands = typer.main.get_command(cli.app).commands
-    for line in code((ROOT / name).read_text()):
+    for line in list_code((ROOT / name).read_text()):
         line = line.partition(" #")[0]
         for command, rest in re.findall(r"(?<![\w-])inkling-sconv ([a-z][a-z-]*)([^;|]*)", line):
             assert command in commands, f"{name}: {line}"
@@ -79,14 +102,30 @@ def test_commands_and_their_options(name):
             assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest)) <= options, f"{name}: {line}"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_files_and_variables_exist(name):
+    text = (ROOT / name).read_text()
+    variables = set(re.findall(r"\bINKLING_SCONV[A-Z_]*\b", text))
+    ours = {value for key, value in vars(names).items() if key.endswith("_VARIABLE")}
+    source = "".join(path.read_text() for path in (ROOT / "test").rglob("*.py"))
+    source += (PACKAGE / "fork_ci/inkling-sconv.yml").read_text()
+    assert [v for v in variables - ours if v not in source] == []
+    if name != "CHANGELOG.md":
+        tops = r"(?:test|benchmark|docs|python|\.github)/[\w/.-]+\.(?:py|md|yml)"
+        paths = {
+            path for line in list_code(text) for path in re.findall(rf"(?<![\w/]){tops}", line)
+        }
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 # ------------------------------------------------------------------- what troubleshooting quotes
 
 
 @functools.cache
-def templates() -> list[tuple[str | None, ...]]:
+def list_templates() -> list[tuple[str | None, ...]]:
     """Every string of the package; None is where a value goes in."""
     found: set[tuple[str | None, ...]] = set()
-    for path in (ROOT / "python/inkling_sconv").glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 values = node.values
@@ -104,9 +143,9 @@ def templates() -> list[tuple[str | None, ...]]:
 
 
 @functools.cache
-def printable(text: str) -> bool:
+def is_printable(text: str) -> bool:
     """Whether some string of the code gives ``text``, and others what is put into it."""
-    return any(fits(parts, text) for parts in templates())
+    return any(fits(parts, text) for parts in list_templates())
 
 
 def fits(parts: tuple[str | None, ...], text: str) -> bool:
@@ -118,71 +157,65 @@ def fits(parts: tuple[str | None, ...], text: str) -> bool:
         return text.startswith(head) and fits(rest, text[len(head) :])
     if not all(part in text for part in rest if part):
         return False
-    return any(fits(rest, text[end:]) and value(text[:end]) for end in range(len(text), -1, -1))
+    return any(fits(rest, text[end:]) and is_value(text[:end]) for end in range(len(text), -1, -1))
 
 
-def value(text: str) -> bool:
+def is_value(text: str) -> bool:
     """A word or a list of them, an exception or numbers as Python prints them, or again one of the
     code's strings."""
     plain = r"\S*|[\w-]+(?:, [\w-]+)*|\w+Error: .*|No module named '\w+'|[\[(]\d+(?:, \d+)*[\])]"
-    return bool(re.fullmatch(plain, text)) or printable(text)
+    return bool(re.fullmatch(plain, text)) or is_printable(text)
 
 
-def quoted() -> list[str]:
+def list_quoted() -> list[str]:
     blocks = re.findall(r"^```log\n(.*?)^```", TROUBLE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
-@pytest.mark.parametrize("line", quoted())
-def test_a_quoted_line_is_one_that_the_code_prints(line):
-    assert printable(line)
-
-
-def test_other_lines_are_not_taken_for_ours():
-    assert len(quoted()) > 30
-    for line in quoted():
+def test_every_quoted_line_is_one_that_the_code_prints():
+    lines = list_quoted()
+    assert len(lines) > 30
+    assert [line for line in lines if not is_printable(line)] == []
+    for line in lines:
         words = line.split()
-        # A word more, in front of the last one: no template has it, and no value holds a space.
-        assert not printable(" ".join([*words[:-1], "surely", words[-1]])) or "Error: " in line
+        # One word more, before the last: no template has it, and no value holds a space.
+        assert not is_printable(" ".join([*words[:-1], "surely", words[-1]])) or "Error: " in line
 
 
-# Scenario, mode, text of a fork, and the form of draft-extend.
-SCENES: dict[str, list[tuple[str, str | None, str | None, str]]] = {
+# Scenario, and what the environment and the fork are.
+SCENES: dict[str, list[tuple[str, dict[str, str | None]]]] = {
     "crashing": [
-        ("late", None, None, ""),
-        ("late", "off", None, ""),
-        ("late", "banana", None, ""),
-        ("late", None, None, "banana"),
-        ("hooked", None, None, ""),
-        ("late", None, "extra", ""),
-        ("late", None, "nothing", ""),
-        ("early", "force", "buffers", ""),
+        ("late", {}),
+        ("late", {"mode": "off"}),
+        ("late", {"mode": "banana"}),
+        ("late", {"INKLING_SCONV_DRAFT_EXTEND": "banana"}),
+        ("hooked", {}),
+        ("late", {"text": "extra"}),
+        ("late", {"text": "nothing"}),
+        ("early", {"mode": "force", "text": "buffers"}),
     ],
-    "0.5.17": [("late", None, None, ""), ("late", "force", None, "")],
+    "0.5.17": [
+        ("late", {}),
+        ("late", {"mode": "force"}),
+        ("mended", {"INKLING_SCONV_FIXES": ""}),
+        ("mended", {"INKLING_SCONV_FIXES": "draft-state"}),
+        ("mended", {"INKLING_SCONV_FIXES": "banana"}),
+        ("undrivable", {"INKLING_SCONV_FIXES": ""}),
+    ],
     "0.5.18": [
-        ("late", None, None, ""),
-        ("late", "fast", None, ""),
+        ("late", {}),
+        ("late", {"mode": "fast"}),
+        ("mended", {"INKLING_SCONV_FIXES": "draft-checkpoint"}),
     ],
     "0.5.22": [
-        ("late", None, None, ""),
-        ("late", "force", None, ""),
-        ("late", "fast", None, "inert"),
+        ("late", {}),
+        ("late", {"mode": "force"}),
+        ("late", {"mode": "fast", "INKLING_SCONV_DRAFT_EXTEND": "inert"}),
     ],
 }
 
 
-FIX_SCENES = {
-    "0.5.17": [
-        ("mended", ""),
-        ("mended", "draft-state"),
-        ("mended", "banana"),
-        ("undrivable", ""),
-    ],
-    "0.5.18": [("mended", "draft-checkpoint")],
-}
-
-
-def scene_text(name: str) -> str:
+def make_text(name: str) -> str:
     if name == "nothing":
         return "x = 1\n"
     if name == "buffers":
@@ -193,28 +226,16 @@ def scene_text(name: str) -> str:
 
 @pytest.mark.parametrize("tree", SCENES)
 def test_what_the_plugin_logs_is_on_the_page(drive, tree):
-    lines = quoted()
-    for scenario, mode, text, form in SCENES[tree]:
-        variables = {"INKLING_SCONV_FIXES": "none", "INKLING_SCONV_DRAFT_EXTEND": form}
-        seen = drive(tree, scenario, mode, text and scene_text(text), **variables)["log"]
-        assert seen
-        for line in seen:
-            said = line.partition(" ")[2].replace(__version__, "0.1.0")
-            assert said in lines, (tree, scenario, mode, text, form)
-
-
-@pytest.mark.parametrize("tree", FIX_SCENES)
-def test_what_the_fixes_log_is_on_the_page(drive, tree):
-    lines = quoted()
-    for scenario, names in FIX_SCENES[tree]:
-        seen = drive(tree, scenario, INKLING_SCONV_FIXES=names)["log"]
-        assert len(seen) > 1
-        for line in seen:
-            said = line.partition(" ")[2].replace(__version__, "0.1.0")
-            assert said in lines, (tree, scenario, names)
+    lines = list_quoted()
+    for scenario, options in SCENES[tree]:
+        options = {"INKLING_SCONV_FIXES": "none", **options}
+        text = options.pop("text", None)
+        log = drive(tree, scenario, text=text and make_text(text), **options)["log"]
+        assert log
+        assert [line for line in log if line.partition(" ")[2] not in lines] == [], options
 
 
 def test_the_line_in_the_readme(drive):
-    line = drive(releases.CRASHING, "late")["log"][0]
-    said = line.partition(" ")[2].replace(__version__, "0.1.0")
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    line = drive(releases.CRASHING, "late")["log"][0].partition(" ")[2]
+    assert line in " ".join((ROOT / "README.md").read_text().split())
+    assert __version__ in line

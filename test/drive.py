@@ -122,12 +122,11 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
     if scenario == "texts":
         return texts(Path(folder))
     if scenario == "checks":
-        from inkling_sconv import names
-        from inkling_sconv.probe import contract
+        from inkling_sconv.plugin import advice
 
         sys.argv[1:] = []
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            contract.main()
+            advice.main()
         return {"output": output.getvalue()}
     if scenario == "designs":
         import designs

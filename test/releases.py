@@ -12,13 +12,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-import libcst as cst
-import libcst.matchers as m
 from filelock import FileLock
+from inkling_sconv.codemod.unguard import remove_guard
+from inkling_sconv.trees.overlay import overlay_tree
+from inkling_sconv.trees.tree import BACKEND, Tree
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("INKLING_SCONV_CACHE", ROOT / ".cache"))
-BACKEND = Path("sglang/srt/layers/attention/linear/inkling_sconv_backend.py")
 
 # Up to 0.5.19, SGLang does not import with the transformers that 0.5.23 pins.
 _OLDER_TRANSFORMERS = ("transformers==5.12.1", "tokenizers==0.22.2")
@@ -43,30 +43,19 @@ def release(version: str) -> Path:
 
 def fork(source: str, text: str, out: Path) -> Path:
     """``source`` with another text in the backend's file, as a tree of links made in ``out``."""
-    original, copy = release(source), out
-    copy.mkdir(parents=True)
-    for part in BACKEND.parts:
-        for entry in original.iterdir():
-            if entry.name != part:
-                (copy / entry.name).symlink_to(entry)
-        original, copy = original / part, copy / part
-        if part != BACKEND.name:
-            copy.mkdir()
-    copy.write_text(text)
-    return out
+    return overlay_tree(Tree(release(source)), text.encode(), out).root
 
 
 def backend_text(source: str) -> str:
     """The text of the backend's file in a release, or in the crashing fork."""
     if source != CRASHING:
         return (release(source) / BACKEND).read_text()
-    guarded = cst.parse_module(backend_text("0.5.18"))
-    remover = _GuardRemover()
-    crashing = guarded.visit(remover)
-    assert remover.removed == 1, f"{remover.removed} guards found in 0.5.18"
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
-    command = [ruff, "format", "--isolated", "-"]
-    return subprocess.check_output(command, input=crashing.code, text=True)
+    return subprocess.check_output(
+        [ruff, "format", "--isolated", "-"],
+        input=remove_guard(backend_text("0.5.18").encode()).decode(),
+        text=True,
+    )
 
 
 def tree(name: str, out: Path) -> Path:
@@ -87,34 +76,6 @@ def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT / "python", *map(_unpacked, extra)))),
         **variables,
     }
-
-
-class _GuardRemover(cst.CSTTransformer):
-    """Undoes #35042: the guard, the local that it guards, and the uses of that local."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.removed = 0
-        self.field: cst.BaseExpression | None = None
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If):  # noqa: N802
-        none = m.Comparison(m.Name("prefix_lens"), [m.ComparisonTarget(m.Is(), m.Name("None"))])
-        guard = m.BooleanOperation(none, m.And(), m.Name("on_graph_path"))
-        if not m.matches(original_node.test, guard):
-            return updated_node
-        self.removed += 1
-        return cst.RemoveFromParent()
-
-    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign):  # noqa: N802
-        field = m.Attribute(attr=m.Name("extend_prefix_lens"))
-        if not m.matches(original_node, m.Assign([m.AssignTarget(m.Name("prefix_lens"))], field)):
-            return updated_node
-        self.field = original_node.value
-        return cst.RemoveFromParent()
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name):  # noqa: N802
-        uses = self.field is not None and original_node.value == "prefix_lens"
-        return self.field.deep_clone() if uses else updated_node
 
 
 def _unpacked(requirement: str) -> Path:

@@ -1,4 +1,4 @@
-"""``python -m inkling_sconv.tiny OUT``: a small Inkling checkpoint. It needs no extras."""
+"""``python -m inkling_sconv.tiny OUT``: make a tiny Inkling checkpoint. It needs no extras."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""A real server on a small checkpoint, and what it answers compared to the bit."""
+"""A real server on a tiny checkpoint, and the exact comparison of its answers."""

@@ -19,13 +19,13 @@ CONTEXT = 32768
 
 
 class OptionError(UserError):
-    """No checkpoint can be made from these options."""
+    """These options give no checkpoint."""
 
 
 def make_config(
     layers: int, mtp_heads: int, local_layers: Sequence[int], moe: bool
 ) -> dict[str, Any]:
-    """``config.json``.
+    """Make the content of ``config.json``. The arguments are those of ``write_checkpoint``.
 
     Raises:
         OptionError: the options contradict each other.
@@ -36,15 +36,15 @@ def make_config(
     if not 1 <= mtp_heads <= 8:
         raise OptionError(f"{mtp_heads} MTP heads: 1 to 8 can be made.")
     if len(local) != len(local_layers):
-        raise OptionError(f"local layers {_list(local_layers)} name a layer twice.")
+        raise OptionError(f"local layers {_join(local_layers)} name a layer twice.")
     if not local or not 0 <= local[0] <= local[-1] < layers:
         raise OptionError(
-            f"local layers {_list(local_layers)}: name at least one, from 0 to {layers - 1}."
+            f"local layers {_join(local_layers)}: name at least one, from 0 to {layers - 1}."
         )
     dense = layers - 1 if moe else layers
     if not set(range(dense)) - set(local):
         raise OptionError(
-            f"local layers {_list(local)} leave no {'dense ' if moe else ''}layer with full "
+            f"local layers {_join(local)} leave no {'dense ' if moe else ''}layer with full "
             "attention; the MTP heads need one to follow."
         )
     return {
@@ -91,18 +91,18 @@ def make_config(
     }
 
 
-def _list(layers: Sequence[int]) -> str:
+def _join(layers: Sequence[int]) -> str:
     return ",".join(map(str, layers)) or "(none)"
 
 
 def find_carrier(text: dict[str, Any]) -> int:
-    """The first dense layer with full attention: an MTP head's block is dense and full."""
+    """The *carrier*: the first dense layer with full attention, like the block of an MTP head."""
     dense = range(text["dense_mlp_idx"])
     return next(layer for layer in dense if layer not in text["local_layer_ids"])
 
 
 def list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and shape."""
+    """Yield every tensor's name and shape."""
     text = config["text_config"]
     yield "model.llm.embed.weight", (VOCABULARY, HIDDEN)
     yield "model.llm.embed_norm.weight", (HIDDEN,)
@@ -139,7 +139,7 @@ def _list_block_shapes(
     yield f"{prefix}attn_sconv.weight", (HIDDEN, 1, KERNEL)
     yield f"{prefix}mlp_norm.weight", (HIDDEN,)
     if dense:
-        # Rows of gate and up alternate.
+        # Gate and up rows alternate.
         yield f"{prefix}mlp.w13_dn.weight", (2 * INTERMEDIATE, HIDDEN)
         yield f"{prefix}mlp.w2_md.weight", (HIDDEN, INTERMEDIATE)
         yield f"{prefix}mlp.global_scale", (1,)

@@ -1,26 +1,27 @@
-"""A small Inkling checkpoint with MTP heads, made in a second, with nothing downloaded.
+"""Make a tiny Inkling checkpoint with MTP heads, in a second and without a download.
 
-``python -m inkling_sconv.tiny OUT`` writes a directory that ``sglang.launch_server --model-path``
-starts on as it is: ``config.json``, ``generation_config.json``, ``model.safetensors`` under the
-names of the released checkpoints, and a byte-level tokenizer. There are no vision and audio
-weights; SGLang leaves those towers out unless ``--enable-multimodal`` is given.
+``python -m inkling_sconv.tiny OUT`` writes a directory for ``sglang.launch_server --model-path``:
+``config.json``, ``generation_config.json``, ``model.safetensors`` with the tensor names of the
+released checkpoints, and a byte-level tokenizer. It has no vision or audio weights. SGLang leaves
+those towers out unless ``--enable-multimodal`` is given.
 
-The weights are drawn, not trained, and so arranged that the short convolution decides what is said:
+The weights are random, not trained. They are arranged so that the short convolution decides the
+output:
 
-- one layer, the *carrier*, writes most of the residual stream: its MLP recalls a vector for the
-  token at hand, and its ``mlp_sconv`` mixes those of the last four tokens. So the next token is a
-  fixed function of the last four, as erratic as a hash, and greedy output falls into no loop;
-- the other layers add a little, like layers of a deep model. Attention, KV cache and every other
-  convolution show in all logprobs, and seldom move the most probable token;
-- the block of each MTP head is the carrier over again, fed with the embedding of the next token. It
-  finds the target's token where its convolution window is right, and hardly ever where it is not.
+- One layer, the *carrier*, writes most of the residual stream. Its MLP recalls a vector for the
+  current token, and its ``mlp_sconv`` mixes the vectors of the last four tokens. So the next token
+  is a fixed function of the last four, as erratic as a hash, and greedy output does not loop.
+- The other layers add a little, like the layers of a deep model. Attention, the KV cache and every
+  other convolution change all logprobs, and seldom change the most probable token.
+- The block of each MTP head is a copy of the carrier, fed with the embedding of the next token. It
+  predicts the target's token if its convolution window is right, and almost never if it is wrong.
 
-With two draft steps, ``test/unit/test_tiny.py`` finds an accept length of 2.8 of 3, the bonus token
+With two draft steps, ``test/unit/test_tiny.py`` measures an accept length of 2.8 of 3, bonus token
 included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those
 windows in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds
-them from the last tokens, and reads them right after a prefix hit: with one token to go, the first
-accept length is then 2.5, or 1.3 if they were zero. These figures are of an emulator; those of a
-server are in docs/evidence.md.
+them from the last tokens, and reads them only right after a prefix hit: with one token left to
+prefill, the first accept length is then 2.5, or 1.3 with zeroed windows. An emulator gave these
+figures; docs/evidence.md has those of a server.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from inkling_sconv.proof.tokenizer import make_tokenizer, make_tokenizer_config
 from inkling_sconv.proof.weights import draw_weights, make_generator
 
 MAX_BYTES = 64_000_000
-"""What a checkpoint may weigh: it travels to GPU boxes and into CI caches."""
+"""Upper bound of a checkpoint's size in bytes: it is copied to GPU machines and CI caches."""
 
 
 def write_checkpoint(
@@ -60,17 +61,17 @@ def write_checkpoint(
     """Write the checkpoint into the directory ``out``, whole or not at all.
 
     Args:
-        out: made with its parents; may exist if it is empty.
-        layers: decoder layers, hidden size 512, bf16.
-        mtp_heads: MTP heads, each one dense block with full attention.
-        local_layers: ids of the layers with a sliding window of 512 tokens; the others attend to
-            everything.
+        out: the directory. It is made with its parents, and may exist if it is empty.
+        layers: number of decoder layers, each of hidden size 512, bf16.
+        mtp_heads: number of MTP heads, each a dense block with full attention.
+        local_layers: ids of the layers with a sliding window of 512 tokens. The other layers have
+            full attention.
         moe: give the last layer 8 routed experts (2 per token) and a shared one.
-        seed: of every weight. The same options and seed give the same bytes.
+        seed: seed of every weight. The same options and seed give the same bytes.
 
     Raises:
         OptionError: the options contradict each other, the result would weigh more than
-            ``MAX_BYTES``, or ``out`` is a file or a directory with something in it.
+            ``MAX_BYTES``, or ``out`` is a file or a directory that is not empty.
         OSError: ``out`` cannot be written.
     """
     config = make_config(layers, mtp_heads, local_layers, moe)
@@ -88,16 +89,16 @@ def write_checkpoint(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        _dump(partial / "config.json", config)
-        _dump(partial / "generation_config.json", {"eos_token_id": END_OF_TEXT})
-        _dump(partial / "tokenizer.json", make_tokenizer())
-        _dump(partial / "tokenizer_config.json", make_tokenizer_config())
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", {"eos_token_id": END_OF_TEXT})
+        _write_json(partial / "tokenizer.json", make_tokenizer())
+        _write_json(partial / "tokenizer_config.json", make_tokenizer_config())
         save_file(
             dict(draw_weights(config, shapes, seed)),
             partial / "model.safetensors",
             metadata={"format": "pt"},
         )
-        # What mkdtemp and safetensors make is for its owner only.
+        # mkdtemp and safetensors make files that only their owner can read.
         partial.chmod(0o755)
         (partial / "model.safetensors").chmod(0o644)
         partial.replace(out)
@@ -116,20 +117,20 @@ def write_kl_prompts(
 ) -> Path:
     """Write the prompts that ``sglang.test.kl_test_utils.get_input_ids`` looks for on disk.
 
-    With that file in place the KL helpers load no data set. They find it by its name, which is
-    made of their three arguments, so these have to be the same here:
+    With that file in place the KL helpers download no data set. The file's name has three of their
+    arguments in it, so pass the same values here:
 
     Args:
         model: their ``tokenizer_path`` (``model_name`` of the helpers), character for character.
-        prompt_tokens: their ``max_prompt_tokens``; prompts get 0.5 to 1.5 times as many.
+        prompt_tokens: their ``max_prompt_tokens``. A prompt gets 0.5 to 1.5 times as many tokens.
         samples: their ``num_samples``: 48, unless a test asks for more by ``max_samples``.
-        seed: of the lengths and the tokens.
-        cache: the helpers' ``CACHE_DIR``; None asks the installed SGLang, which imports it
-            (about ten seconds). It is ``sglang/test/.longbench_cache`` inside the package in
-            older releases, ``~/.cache/sglang/longbench`` (or under ``XDG_CACHE_HOME``) in newer.
+        seed: seed of the lengths and the tokens.
+        cache: their ``CACHE_DIR``. None reads it from the installed SGLang, which takes about ten
+            seconds. Older releases have it inside the package (``sglang/test/.longbench_cache``),
+            newer ones in ``~/.cache/sglang/longbench`` (or under ``XDG_CACHE_HOME``).
 
     Returns:
-        The file written: a JSON list of ``samples`` lists of token ids, end-of-text not among them.
+        The file written: a JSON list of ``samples`` lists of token ids, without end-of-text.
 
     Raises:
         OptionError: ``prompt_tokens`` or ``samples`` is not positive, or SGLang does not import.
@@ -155,7 +156,7 @@ def write_kl_prompts(
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(prompts, file)
-        # mkstemp's file is for its owner only.
+        # mkstemp makes a file that only its owner can read.
         Path(partial).chmod(0o644)
         Path(partial).replace(path)
     except BaseException:
@@ -164,7 +165,7 @@ def write_kl_prompts(
     return path
 
 
-def _dump(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -173,18 +174,18 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(f"{message}.")
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _parse_layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a checkpoint as the command line says. Returns 1, with one line on stderr, if not."""
+    """Run the command line: 0, or 1 with one line on stderr if no checkpoint was written."""
     parser = _Parser(prog="inkling-sconv tiny", description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mtp-heads", type=int, default=2)
     parser.add_argument(
-        "--local-layers", type=_layers, default=(0, 2), help="comma-separated (default: 0,2)"
+        "--local-layers", type=_parse_layers, default=(0, 2), help="comma-separated (default: 0,2)"
     )
     parser.add_argument("--moe", action="store_true", help="make the last layer a MoE")
     parser.add_argument("--seed", type=int, default=0)
@@ -204,7 +205,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"inkling-sconv tiny: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ import requests
 from inkling_sconv.errors import UserError
 
 HOST = "127.0.0.1"
+# Below the ports of outgoing connections (32768 to 60999): a server listens a minute after its port
+# was chosen, and by then one of its own connections may have taken a port of that range.
 PORTS = (20000, 30000)
-# 30 s to end by itself: the scheduler gives its CUDA context back.
+# The scheduler needs some of this time to give its CUDA context back.
 GRACE_SECONDS = 30
 _EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 
@@ -35,7 +37,7 @@ MTP_OPTIONS = (
     "--speculative-num-draft-tokens=3",
     "--cuda-graph-backend-prefill=disabled",
 )
-"""Inkling's own MTP heads, two draft steps. With them, 0.5.17 and 0.5.18 have no prefill graph."""
+"""Inkling's own MTP heads, two draft steps. SGLang 0.5.17 and 0.5.18 then have no prefill graph."""
 
 BASE_OPTIONS = (
     "--page-size=128",
@@ -45,25 +47,34 @@ BASE_OPTIONS = (
     "--enable-deterministic-inference",
     "--cuda-graph-max-bs-decode=8",
     "--max-running-requests=8",
-    # Far more than the prompts need, and little beside what else runs on the GPU.
+    # Enough for every prompt here, and small enough for several servers on one GPU.
     "--mem-fraction-static=0.3",
     "--max-total-tokens=131072",
     "--max-mamba-cache-size=512",
     "--grammar-backend=none",
     "--skip-server-warmup",
 )
-"""A small deterministic server: without determinism, batch sizes would show in the last bits."""
+"""A small deterministic server: without determinism, the batch size changes the last bits."""
 
 
 class ServerError(UserError):
-    """The server is not there, or its answer is none. The message ends with the log's path."""
+    """The server failed or gave an unusable answer. The message ends with the log's path."""
 
 
 class Server:
     """``python -m sglang.launch_server --model-path MODEL OPTIONS`` on a free port.
 
-    Use as a context manager. Entering waits until the server answers; leaving ends its process
-    group, whatever happened. The log stays.
+    Use it as a context manager. Entering waits until ``/health`` answers; leaving ends the server's
+    process group in every case. The log file stays.
+
+    Args:
+        model: the checkpoint's directory.
+        options: further command-line options.
+        log: the file that receives the server's output.
+        environment: variables to add to those of this process.
+        start_seconds: how long the server may take until it answers ``/health``.
+        request_seconds: how long one request may take.
+        command: what to run in place of SGLang; tests use it.
     """
 
     def __init__(
@@ -80,20 +91,20 @@ class Server:
         self.log = log
         self.start_seconds = start_seconds
         self.request_seconds = request_seconds
-        self.port = _free_port()
+        self.port = find_free_port()
         arguments = (f"--model-path={model}", f"--host={HOST}", f"--port={self.port}", *options)
         self.command = [*command, *arguments]
         self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self.session = requests.Session()
-        # No proxy of the environment's: it cannot reach this machine's own loopback.
+        # A proxy named in the environment cannot reach this machine's loopback.
         self.session.trust_env = False
-        # No connection is kept: the server may drop an idle one as the next request is sent.
+        # The server may drop an idle connection just as the next request is sent on it.
         self.session.headers["Connection"] = "close"
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Where the server listens."""
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Server:
@@ -105,7 +116,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # A group of its own: one signal reaches the scheduler and the detokenizer too.
+                    # A process group: one signal reaches the scheduler and the detokenizer too.
                     start_new_session=True,
                 )
             self._wait()
@@ -120,17 +131,19 @@ class Server:
     def _wait(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + self.start_seconds
-        why = ""
+        why, pause = "", 0.05
         while (left := deadline - time.monotonic()) > 0:
             if self.process.poll() is not None:
-                raise self.error(f"it ended with {self.process.returncode} before it served")
+                code = self.process.returncode
+                raise self.make_error(f"it ended with {code} before it served")
             with contextlib.suppress(requests.RequestException):
                 status = self.session.get(f"{self.url}/health", timeout=min(5, left)).status_code
                 if status == 200:
                     return
                 why = f" (/health: status {status})"
-            time.sleep(min(0.5, left))
-        raise self.error(f"it did not serve within {self.start_seconds:.0f} s{why}")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.5)
+        raise self.make_error(f"it did not serve within {self.start_seconds:.0f} s{why}")
 
     def stop(self) -> None:
         """End the server's process group: with SIGTERM, then with SIGKILL.
@@ -146,75 +159,78 @@ class Server:
             self._signal(signal.SIGKILL, 5)
 
     def _signal(self, number: signal.Signals, seconds: float) -> None:
-        """Send a signal to what lives of the group, and wait for its end."""
+        """Send a signal to the group's living processes, and wait for them to end."""
         assert self.process is not None
         group = self.process.pid
         deadline = time.monotonic() + seconds
-        if _lives(group):
+        if _list_living(group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
-        # The leader is reaped last: until then, its id is nobody else's.
-        while _lives(group) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        # The leader is reaped last: until then, no other group can get its id.
+        while _list_living(group) and time.monotonic() < deadline:
+            time.sleep(0.02)
         self.process.poll()
 
-    def error(self, what: str) -> ServerError:
-        """The error for ``what``, with the last exception of the log on top."""
-        last = last_exception(self.log)
+    def make_error(self, what: str) -> ServerError:
+        """The error for ``what``. It begins with the last exception in the log, if there is one."""
+        last = find_last_exception(self.log)
         return ServerError(f"{last + '; ' if last else ''}server: {what}; log: {self.log}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """POST ``body`` as JSON; the answer as JSON, or as text where it is none.
+        """POST ``body`` as JSON. Returns the parsed answer, or its text if it is not JSON.
 
         Raises:
-            ServerError: no answer, an error status, or the server is gone.
+            ServerError: no answer, or an error status.
         """
-        try:
-            answer = self.session.post(f"{self.url}{path}", json=body, timeout=self.request_seconds)
-        except requests.RequestException as error:
-            raise self.error(f"{path}: no answer ({type(error).__name__})") from None
-        if answer.status_code != 200:
-            raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
+        answer = self._request("POST", path, body)
         try:
             return answer.json()
-        # Not JSONDecodeError alone: an integer can be too long, a list too deep.
+        # json raises more than JSONDecodeError: for a very long integer, a deeply nested list.
         except (ValueError, RecursionError):
             return answer.text
 
     def get(self, path: str) -> str:
-        """GET ``path``; the answer as text.
+        """GET ``path``. Returns the answer's text.
 
         Raises:
-            ServerError: no answer, an error status, or the server is gone.
+            ServerError: no answer, or an error status.
         """
+        return self._request("GET", path).text
+
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> requests.Response:
         try:
-            answer = self.session.get(f"{self.url}{path}", timeout=self.request_seconds)
+            answer = self.session.request(
+                method, f"{self.url}{path}", json=body, timeout=self.request_seconds
+            )
         except requests.RequestException as error:
-            raise self.error(f"{path}: no answer ({type(error).__name__})") from None
+            raise self.make_error(f"{path}: no answer ({type(error).__name__})") from None
+        self._check_status(path, answer)
+        return answer
+
+    def _check_status(self, what: str, answer: requests.Response) -> None:
         if answer.status_code != 200:
-            raise self.error(f"{path}: status {answer.status_code}: {answer.text[:200]!r}")
-        return answer.text
+            raise self.make_error(f"{what}: status {answer.status_code}: {answer.text[:200]!r}")
 
-    def processes(self) -> dict[int, str]:
-        """What lives of the server's process group: command line by process id.
+    def list_processes(self) -> dict[int, str]:
+        """Command lines of the living processes of the server's group, by process id.
 
-        SGLang's processes replace theirs with a title, such as ``sglang::scheduler``.
+        SGLang's processes set a title in their place, such as ``sglang::scheduler``.
         """
-        if self.process is None:
-            return {}
         found = {}
-        for number in _living(self.process.pid):
+        for number in _list_living(self.process.pid) if self.process else ():
             with contextlib.suppress(OSError):
-                line = (Path("/proc") / str(number) / "cmdline").read_bytes()
+                line = Path(f"/proc/{number}/cmdline").read_bytes()
                 found[number] = line.replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
-    def resident(self) -> int:
-        """Bytes of memory that the group's processes hold; a shared page counts for each."""
+    def measure_memory(self) -> int:
+        """Resident memory of the group's processes, in bytes; a shared page counts for each."""
         total = 0
-        for number in self.processes():
+        for number in self.list_processes():
             with contextlib.suppress(OSError):
-                pages = (Path("/proc") / str(number) / "statm").read_text().split()[1]
+                pages = Path(f"/proc/{number}/statm").read_text().split()[1]
                 total += int(pages) * resource.getpagesize()
         return total
 
@@ -225,87 +241,83 @@ class Server:
     def generate(
         self, input_ids: Sequence[Sequence[int]], new_tokens: int, *, scored_from: int = -1
     ) -> list[dict[str, Any]]:
-        """Greedy answers with logprobs, one a prompt; prompts are scored from ``scored_from`` on.
+        """Generate greedily, with logprobs: one answer per prompt.
 
-        ``scored_from`` -1 scores no prompt token.
+        Args:
+            input_ids: token ids of each prompt.
+            new_tokens: tokens to generate for each, at least 0.
+            scored_from: index of the first prompt token whose logprob is returned; -1 for none.
 
         Raises:
-            ServerError: as ``post``, or the answer has not the fields that are asked for.
+            ServerError: as ``post``, or a field of an answer is missing or malformed.
         """
-        answers = self.post(
-            "/generate",
-            {
-                "input_ids": [list(ids) for ids in input_ids],
-                "sampling_params": {
-                    "temperature": 0.0,
-                    "max_new_tokens": new_tokens,
-                    "ignore_eos": True,
-                },
-                "return_logprob": True,
-                "return_text_in_logprobs": False,
-                "logprob_start_len": scored_from,
-            },
+        body = make_request(
+            [list(ids) for ids in input_ids],
+            new_tokens,
+            return_logprob=True,
+            return_text_in_logprobs=False,
+            logprob_start_len=scored_from,
         )
+        answers = self.post("/generate", body)
         if not (isinstance(answers, list) and len(answers) == len(input_ids)):
-            raise self.error(f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}")
+            raise self.make_error(
+                f"/generate: not {len(input_ids)} answers: {str(answers)[:200]!r}"
+            )
         for answer in answers:
-            lacking = _lacking(answer, new_tokens, scored=scored_from >= 0)
-            if lacking is not None:
-                raise self.error(f"/generate: {lacking}: {str(answer)[:200]!r}")
+            fault = _find_fault(answer, new_tokens, scored=scored_from >= 0)
+            if fault is not None:
+                raise self.make_error(f"/generate: {fault}: {str(answer)[:200]!r}")
         return answers
 
     def stream(self, input_ids: Sequence[int], new_tokens: int) -> list[list[int]]:
-        """Greedy tokens of one prompt, grouped as the server sent them: one group a decode step.
+        """Generate greedily. Returns the new tokens in the groups the server sent: one a step.
 
         Raises:
-            ServerError: no answer, or it breaks off.
+            ServerError: no answer, an error status, or the stream breaks off.
         """
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
+        body = make_request(list(input_ids), new_tokens, stream=True)
         groups: list[list[int]] = []
         seen = 0
         try:
             with self.session.post(
                 f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
             ) as answer:
-                if answer.status_code != 200:
-                    raise self.error(f"stream: status {answer.status_code}: {answer.text[:200]!r}")
+                self._check_status("stream", answer)
                 for line in answer.iter_lines():
                     if not line.startswith(b"data: {"):
                         continue
                     output = json.loads(line[len(b"data: ") :])["output_ids"]
                     if not isinstance(output, list) or len(output) < seen:
-                        raise self.error(f"stream: after {seen} tokens: {str(output)[:200]!r}")
+                        raise self.make_error(f"stream: after {seen} tokens: {str(output)[:200]!r}")
                     groups.append(output[seen:])
                     seen = len(output)
         except (requests.RequestException, ValueError, KeyError, RecursionError) as error:
-            raise self.error(f"stream: broke off ({type(error).__name__})") from None
+            raise self.make_error(f"stream: broke off ({type(error).__name__})") from None
         if seen != new_tokens:
-            raise self.error(f"stream: {seen} tokens of {new_tokens}")
+            raise self.make_error(f"stream: {seen} tokens of {new_tokens}")
         return groups
 
 
-def _lacking(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
-    """What an answer to ``generate`` has not, or not in the form that is read; None if nothing."""
+def make_request(input_ids: Any, new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Body of a ``/generate`` request: greedy, exactly ``new_tokens`` tokens, and ``fields``."""
+    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": sampling, **fields}
+
+
+def _find_fault(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
+    """First missing or malformed field of a ``/generate`` answer, or None."""
     if not (isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict)):
         return "no meta_info"
     meta = answer["meta_info"]
+    # A server that does not speculate has no spec_verify_ct.
+    counts = {"spec_verify_ct": 0, **meta}
     for name in ("cached_tokens", "completion_tokens", "spec_verify_ct"):
-        # A server that does not speculate counts no verifications.
-        if name in meta or name != "spec_verify_ct":
-            count = meta.get(name)
-            if type(count) is not int or not 0 <= count < 2**53:
-                return f"{name} is no count"
+        count = counts.get(name)
+        if type(count) is not int or not 0 <= count < 2**53:
+            return f"{name} is no count"
     if scored and not _are_logprobs(meta.get("input_token_logprobs")):
         return "no input_token_logprobs"
-    # Nothing is read of a generation of no tokens; SGLang still samples one.
+    # Asked for no tokens, SGLang still samples one; callers do not read it.
     if new_tokens:
         tokens = answer.get("output_ids")
         if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
@@ -327,12 +339,12 @@ def _are_logprobs(entries: Any) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    # None: SGLang's JSON writer has it for NaN too. The bound: an int that a double holds.
+    # SGLang's JSON writer sends None for NaN. An integer must be one that a double holds.
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
 
 
-def last_exception(log: Path) -> str | None:
-    """The last line of the log that names an exception."""
+def find_last_exception(log: Path) -> str | None:
+    """The last line of ``log`` that names an exception; None if no line does."""
     found = None
     with contextlib.suppress(OSError):
         for line in log.read_text(errors="replace").splitlines():
@@ -341,30 +353,30 @@ def last_exception(log: Path) -> str | None:
     return found
 
 
-def _living(group: int) -> Iterator[int]:
-    """Ids of the processes of a group that have not ended.
+def find_free_port() -> int:
+    """A port in ``PORTS`` that is free now.
 
-    Zombies have: where process 1 is no init, as in many a container, they stay.
+    Raises:
+        ServerError: none of 100 random ones is.
     """
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # The name, in parentheses, may hold anything.
-            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(of) == group and state not in "ZX":
-                yield int(process.name)
-
-
-def _lives(group: int) -> bool:
-    """Whether a process group has a process that has not ended."""
-    return any(True for _ in _living(group))
-
-
-def _free_port() -> int:
-    # Below the ports of outgoing connections (32768 to 60999): the server listens a minute later,
-    # and by then one of its own connections may have taken a port of that range.
     for _ in range(100):
         port = random.randrange(*PORTS)
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind((HOST, port))
             return port
     raise ServerError(f"no free port among 100 from {PORTS[0]} to {PORTS[1]}")
+
+
+def _list_living(group: int) -> list[int]:
+    """Ids of the processes of a process group that have not ended.
+
+    A zombie has ended. In a container whose process 1 reaps nothing, zombies stay.
+    """
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # Field 2 is the name, in parentheses; it may contain spaces and parentheses.
+            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                found.append(int(process.name))
+    return found

@@ -1,4 +1,4 @@
-"""The tiny Inkling's tokenizer: byte-level BPE, made from nothing."""
+"""The tiny Inkling's tokenizer: byte-level BPE, made from scratch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inkling_sconv.proof.architecture import CONTEXT, END_OF_TEXT, VOCABULARY
 
 
 def make_tokenizer() -> dict[str, Any]:
-    """``tokenizer.json``: all text round-trips, all ids decode, some pairs merge."""
-    # Bytes that are no printable character are written as code points from 256 on.
+    """Make ``tokenizer.json``: all text round-trips, all ids decode, some pairs merge."""
+    # Byte-level BPE writes a byte that is not printable as a code point from 256 on.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     alphabet = [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -57,7 +57,7 @@ def make_tokenizer() -> dict[str, Any]:
 
 
 def make_tokenizer_config() -> dict[str, Any]:
-    """``tokenizer_config.json``."""
+    """Make ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|endoftext|>",

@@ -1,4 +1,4 @@
-"""One real server with MTP and CUDA graphs, and whether what it says is right to the bit."""
+"""Start one real server with MTP and CUDA graphs, and check that its state reuse is exact."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from inkling_sconv.proof import equality
 from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
 
 PROMPTS = 6
-# Around the checkpoint distance of 128: short of it, on it, past several of it.
 LENGTHS = (100, 128, 333, 700, 1025, 1400)
+"""Lengths of the prompts in tokens: below, on, and several times the checkpoint distance of 128."""
 NEW_TOKENS = 300
 SUFFIX = 150
+"""Tokens that are put on a cached prefix."""
 
 
 @dataclass
 class Result:
-    """What was seen; ``passed`` only if every step was reached and every comparison is exact."""
+    """``passed`` only if every step was reached and every comparison is exact.
+
+    Otherwise ``error`` says why, in one line. ``distinct_tokens`` is that of the least varied
+    answer. ``log`` is the path of the server's log.
+    """
 
     passed: bool = False
     error: str | None = None
@@ -31,12 +36,12 @@ class Result:
     log: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as plain values for JSON."""
         return asdict(self)
 
 
 def why_unavailable() -> str | None:
-    """What this machine lacks to run a server; None if nothing."""
+    """Why no server can run here; None if one can."""
     for module, name in (("sglang", "SGLang"), ("torch", "torch")):
         if importlib.util.find_spec(module) is None:
             return f"{name} is not installed for this Python"
@@ -46,11 +51,11 @@ def why_unavailable() -> str | None:
 
 
 def read_vocabulary_size(model: Path) -> int:
-    """The vocabulary size that the checkpoint's ``config.json`` names, at any depth.
+    """Read ``vocab_size`` from the checkpoint's ``config.json``, at any depth.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is not JSON, or names none, or one too small to draw prompts from.
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, has no ``vocab_size``, or one too small to draw prompts from.
     """
     file = model / "config.json"
     try:
@@ -78,9 +83,17 @@ def verify(
     options: Sequence[str] = (),
     **server: Any,
 ) -> Result:
-    """Start a server on ``model`` and compare; says what it does through ``progress``.
+    """Start a server on ``model`` and compare its answers.
 
-    Never raises for what the server does: that is in the result. ``server`` goes to ``Server``.
+    Whatever the server does wrong is in the result, never raised.
+
+    Args:
+        model: the checkpoint's directory.
+        log: the file that receives the server's output.
+        progress: called with one sentence before each step.
+        vocabulary: token ids of prompts are below it.
+        options: options of the server, besides those of ``server.py``.
+        server: further arguments of ``Server``.
     """
     result = Result(log=str(log))
     try:
@@ -94,9 +107,7 @@ def verify(
             result.distinct_tokens = min(len(set(answer["output_ids"])) for answer in answers)
 
             progress("decoding again, for prefixes that decoding made")
-            running.flush()
-            again = running.generate(inputs, NEW_TOKENS)
-            prefixes = [[*i, *a["output_ids"]] for i, a in zip(inputs, again, strict=True)]
+            prefixes = equality.extend_by_decoding(running, inputs, NEW_TOKENS)
             suffixes = equality.draw_prompts(PROMPTS, [SUFFIX], vocabulary, seed=1)
             progress("a suffix on each of them, then the same on an empty cache")
             result.comparisons.append(

@@ -1,8 +1,8 @@
-"""The weights of the tiny Inkling: drawn, and arranged so that the convolution decides the output.
+"""The weights of the tiny Inkling: random, but the short convolution decides the output.
 
-See ``checkpoint.py`` for the arrangement. Values come from integers of a Mersenne twister seeded
-per tensor, scaled and rounded as IEEE 754 prescribes: the same bytes on every machine, and one
-option moves no tensor of the others.
+``checkpoint.py`` describes the arrangement. Each tensor has a Mersenne twister of its own, whose
+integers are scaled and rounded as IEEE 754 prescribes. So every machine gets the same bytes, and an
+option changes only the tensors that it is about.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from inkling_sconv.proof.architecture import (
 )
 
 RECALL = 0.6
-"""How far the carrier's MLP rows point at embeddings: each at those of two tokens. The unit of the
-token at hand then gives about (0.6 * sqrt(512))^2 = 184, all others together about 20, so the
-MLP recalls one vector per token pair, and what disturbs its input hardly disturbs its output. At
-zero the draft would have to compute its input as exactly as the target does."""
+"""How far each row of the carrier's MLP points at the embeddings of two tokens. The unit of the
+current token then gives about (0.6 * sqrt(512))^2 = 184, and all other units together about 20. So
+the MLP recalls one vector per token pair, and noise in its input hardly changes its output. At zero,
+the draft would have to compute its input as exactly as the target does."""
 
 CARRIER_ATTENTION = 0.25
-"""Size of the carrier's attention output, as a multiple of what drawn weights give: seen in every
-logit, too weak to move the most probable token often."""
+"""Size of the carrier's attention output, as a multiple of what random weights give. It changes
+every logit, and is too weak to change the most probable token often."""
 
 BACKGROUND = 0.1
 """The same for attention and MLP of the other layers, which the draft does not have. Their sum is
-far above bf16's rounding, so that a wrong state in any of them shows; the target's token still
+far above bf16's rounding error, so a wrong state in any of them shows. The target's token still
 follows the carrier in most steps."""
 
 DRAFT_HIDDEN = 0.1
-"""Share of the target's hidden state in a head's input. It tells of the last token, and the next
-one is what counts; at zero, a wrong hidden state would not show."""
+"""Share of the target's hidden state in a head's input. It is small: the hidden state belongs to
+the last token, and the draft depends on the next one. At zero, a wrong hidden state would not
+show."""
 
 CONV_TAP = 0.5
 """Standard deviation of a convolution tap: 1/sqrt(fan-in), with a fan-in of four rows."""
 
 RELATIVE_BIAS = 2.0
 """Standard deviation of the relative bias in attention. With normalised queries and keys at scale
-1/head_dim the dot product alone is nearly flat; the bias makes a head look at a few tokens."""
+1/head_dim, the dot product alone is nearly flat. The bias makes a head attend to a few tokens."""
 
 UNEMBED = 4.0
-"""Standard deviation of a logit. At 1, 2048 tokens are nearly equally probable, and a draft is
-worth nothing as soon as a request samples."""
+"""Standard deviation of a logit. At 1, all 2048 tokens would be nearly equally probable, and a
+request that samples would reject almost every draft."""
 
 
 def draw_weights(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of ``shapes``, bf16."""
+    """Yield every tensor of ``shapes`` with its name: bf16, on the CPU."""
     carrier = find_carrier(config["text_config"])
     carrier_prefix = f"model.llm.layers.{carrier}."
     followed: dict[str, torch.Tensor] = {}
@@ -66,22 +67,21 @@ def draw_weights(
         elif name == "model.mtp.chain_norm.weight":
             tensor = followed["model.llm.norm.weight"].clone()
         else:
-            tensor = _tensor(name, shape, seed, carrier)
+            tensor = _draw_tensor(name, shape, seed, carrier)
         if name.startswith((carrier_prefix, "model.llm.embed.", "model.llm.norm.")):
             followed[name] = tensor
         if name == f"{carrier_prefix}mlp.w13_dn.weight":
-            _recall(tensor, followed["model.llm.embed.weight"])
+            _point_at_embeddings(tensor, followed["model.llm.embed.weight"])
         yield name, tensor
 
 
-def _tensor(name: str, shape: tuple[int, ...], seed: int, carrier: int) -> torch.Tensor:
-    """The tensor called ``name``, ``shape``, bf16."""
+def _draw_tensor(name: str, shape: tuple[int, ...], seed: int, carrier: int) -> torch.Tensor:
     if name.endswith("global_scale"):
         return torch.ones(shape, dtype=torch.bfloat16)
     if ".mtp." in name and name.endswith(".embed_norm.weight"):
-        # The block is to see the embedding as the carrier does.
+        # The head's block then gets the embedding as the carrier does.
         return torch.ones(shape, dtype=torch.bfloat16)
-    values = _uniform(seed, name, shape)
+    values = _draw_uniform(seed, name, shape)
     if name.endswith("input_proj.weight"):
         hidden = values[:, :HIDDEN] * (DRAFT_HIDDEN / math.sqrt(HIDDEN))
         values = torch.cat((hidden, torch.eye(HIDDEN)), dim=1)
@@ -90,23 +90,26 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, carrier: int) -> torch
     elif name.endswith("gate.bias"):
         values = values / 10
     else:
-        values = values * _std(name, shape, carrier)
+        values = values * _choose_std(name, shape, carrier)
     if name == "model.llm.unembed.weight":
-        # Greedy output then never ends by itself.
+        # Greedy output then never ends early.
         values[END_OF_TEXT] = 0
     return values.to(torch.bfloat16)
 
 
-def _recall(rows: torch.Tensor, embeddings: torch.Tensor) -> None:
-    """Turn ``rows`` ``[2 * INTERMEDIATE, HIDDEN]``, gate and up alternating, towards the
-    ``embeddings`` ``[VOCABULARY, HIDDEN]`` of two tokens per unit."""
+def _point_at_embeddings(rows: torch.Tensor, embeddings: torch.Tensor) -> None:
+    """Turn each unit's rows towards the embeddings of two tokens, by ``RECALL``.
+
+    ``rows`` is ``[2 * INTERMEDIATE, HIDDEN]``, gate and up alternating; ``embeddings`` is
+    ``[VOCABULARY, HIDDEN]``.
+    """
     pairs = embeddings.float().view(-1, INTERMEDIATE, HIDDEN).sum(0)
-    # The squares of the shares add up to 1: the rows keep their size.
+    # The squares of the shares add up to 1, so the rows keep their norm.
     drawn = rows.float() * math.sqrt(1 - 2 * RECALL**2)
     rows.copy_(drawn + pairs.repeat_interleave(2, dim=0) * (RECALL / math.sqrt(HIDDEN)))
 
 
-def _std(name: str, shape: tuple[int, ...], carrier: int) -> float:
+def _choose_std(name: str, shape: tuple[int, ...], carrier: int) -> float:
     if name == "model.llm.embed.weight":
         return 1.0
     if name.endswith("sconv.weight"):
@@ -125,10 +128,10 @@ def _std(name: str, shape: tuple[int, ...], carrier: int) -> float:
     return gain / math.sqrt(fan_in)
 
 
-def _uniform(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Uniform values of mean 0 and standard deviation 1, float32."""
+def _draw_uniform(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Uniform float32 values of mean 0 and standard deviation 1."""
     count = math.prod(shape)
-    # Four values from each draw of 64 bits: the twister is what takes the time.
+    # Four values from each draw of 64 bits, since the draws take most of the time.
     words = torch.empty(-(-count // 4), dtype=torch.int64)
     words.random_(-(2**63), None, generator=make_generator(seed, name))
     integers = words.view(torch.int16)[:count].view(shape)
@@ -136,6 +139,6 @@ def _uniform(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def make_generator(seed: int, name: str) -> torch.Generator:
-    """A random source of its own for everything called ``name``."""
+    """Make the random source of the tensor or list called ``name``."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))

@@ -30,7 +30,6 @@ import argparse
 import importlib
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from safetensors.torch import save_file
 from inkling_sconv.proof.architecture import END_OF_TEXT, OptionError, list_shapes, make_config
 from inkling_sconv.proof.tokenizer import make_tokenizer, make_tokenizer_config
 from inkling_sconv.proof.weights import draw_weights, make_generator
+from inkling_sconv.trees.replacement import write_file
 
 MAX_BYTES = 64_000_000
 """Upper bound of a checkpoint's size in bytes: it is copied to GPU machines and CI caches."""
@@ -152,16 +152,7 @@ def write_kl_prompts(
     cache.mkdir(parents=True, exist_ok=True)
     name = model.replace("/", "_").replace("\\", "_")
     path = cache / f"input_ids_{name}_{prompt_tokens}_{samples}.json"
-    handle, partial = tempfile.mkstemp(prefix=".input_ids.", dir=cache)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(prompts, file)
-        # mkstemp makes a file that only its owner can read.
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    write_file(path, json.dumps(prompts).encode())
     return path
 
 

@@ -25,7 +25,7 @@ from inkling_sconv.proof.architecture import (
 RECALL = 0.6
 """How far each row of the carrier's MLP points at the embeddings of two tokens. The unit of the
 current token then gives about (0.6 * sqrt(512))^2 = 184, and all other units together about 20. So
-the MLP recalls one vector per token pair, and noise in its input hardly changes its output. At zero,
+the MLP recalls one vector per token pair, and noise in its input hardly changes its output. At 0,
 the draft would have to compute its input as exactly as the target does."""
 
 CARRIER_ATTENTION = 0.25

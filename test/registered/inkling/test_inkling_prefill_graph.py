@@ -1,11 +1,10 @@
 """Inkling with full prefill CUDA graphs, without MTP: state reuse is exact to the bit.
 
-One GPU, no download, one server a class.
+One GPU, no download. Each class starts one server on the tiny checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import unittest
 from pathlib import Path
@@ -13,47 +12,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
-from harness import harmless
-from inkling_sconv.codemod import shape
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.architecture import VOCABULARY
-from inkling_sconv.proof.server import BASE_OPTIONS, Server
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=700, stage="base-b", runner_config="1-gpu-large")
 
 # Every further size costs 12 s of compilation.
 GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full", "--cuda-graph-bs-prefill", "256", "1024")
+LAZY = "--mamba-radix-cache-strategy=extra_buffer_lazy"
+# A speculative algorithm that keeps the prefill graph where EAGLE disables it.
+NGRAM = (
+    "--speculative-algorithm=NGRAM",
+    "--speculative-ngram-max-bfs-breadth=1",
+    "--speculative-num-draft-tokens=4",
+)
 
 
-class OneServer:
-    """A server, and the suffixes on prefixes that its prefill graphs left, against cold."""
+class PrefillServer(harness.OneServer):
+    kind = "prefill"
+    options = GRAPH_OPTIONS
 
-    name: str
-    options: tuple[str, ...] = ()
-    fixes: str | None = None
-
-    @classmethod
-    def environment(cls) -> dict[str, str]:
-        return {} if cls.fixes is None else {"INKLING_SCONV_FIXES": cls.fixes}
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.stack = contextlib.ExitStack()
-        options = [*BASE_OPTIONS, *GRAPH_OPTIONS, *cls.options]
-        log = harness.LOGS / f"server-{cls.name}.log"
-        cls.server = cls.stack.enter_context(
-            Server(harness.checkpoint(), options, log, environment=cls.environment())
-        )
-        cls.figures: dict[str, object] = {}
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        harness.record(f"prefill-{cls.name}", **cls.figures)
-        cls.stack.close()
-
-    def prefill_made_hit(self) -> equality.Comparison:
-        """Several requests in one replay, then prompts one by one, then a suffix on each.
+    def compare_prefill_made_hit(self) -> equality.Comparison:
+        """Prefill several requests in one replay, then prompts one by one; compare hits on these.
 
         Nothing is decoded in between: that would clear the track rows, which both runners share.
         """
@@ -74,9 +55,7 @@ class OneServer:
         return comparison
 
 
-class IsExact(OneServer):
-    """Nothing differs."""
-
+class IsExact(PrefillServer):
     def test_decode_equals_a_cold_prefill(self) -> None:
         inputs = equality.draw_prompts(6, (100, 128, 333, 700), VOCABULARY)
         comparison, _ = equality.compare_decode_with_prefill(self.server, inputs, 200)
@@ -84,73 +63,55 @@ class IsExact(OneServer):
         self.assertTrue(comparison.exact, comparison)
 
     def test_prefill_made_hit_equals_cold(self) -> None:
-        comparison = self.prefill_made_hit()
+        comparison = self.compare_prefill_made_hit()
         self.assertTrue(comparison.exact, comparison)
 
 
-class Differs(OneServer):
-    """The fixes off, where the harm is there: what this file is here to see must be seen."""
+class Differs(PrefillServer):
+    """With the fixes off, the test above must turn red."""
 
-    fixes = "none"
+    variables = ("INKLING_SCONV_FIXES=none",)
 
     def test_prefill_made_hit_differs(self) -> None:
-        comparison = self.prefill_made_hit()
+        comparison = self.compare_prefill_made_hit()
         self.assertGreater(comparison.differing, 0, comparison)
 
 
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestExtraBuffer(IsExact, unittest.TestCase):
     name = "extra-buffer"
 
 
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestExtraBufferLazy(IsExact, unittest.TestCase):
-    name = "extra-buffer-lazy"
-    options = ("--mamba-radix-cache-strategy=extra_buffer_lazy",)
+    name, options = "extra-buffer-lazy", (*GRAPH_OPTIONS, LAZY)
 
 
-@unittest.skipIf(harmless("prefill-rows"), harmless("prefill-rows") or "")
+@harness.needs_harm("prefill-rows")
 class TestWithoutFixes(Differs, unittest.TestCase):
     name = "without-fixes"
 
 
-# A speculative algorithm that keeps the prefill graph where EAGLE disables it.
-NGRAM = (
-    "--speculative-algorithm=NGRAM",
-    "--speculative-ngram-max-bfs-breadth=1",
-    "--speculative-num-draft-tokens=4",
-)
-
-
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestNgram(IsExact, unittest.TestCase):
-    name = "ngram"
-    options = NGRAM
-    fixes = "prefill-rows,prefill-tracking"
+    name, options = "ngram", (*GRAPH_OPTIONS, *NGRAM)
+    variables = ("INKLING_SCONV_FIXES=prefill-rows,prefill-tracking",)
 
 
-@unittest.skipIf(harmless("prefill-tracking"), harmless("prefill-tracking") or "")
+@harness.needs_harm("prefill-tracking")
 class TestNgramWithoutFixes(Differs, unittest.TestCase):
-    name = "ngram-without-fixes"
-    options = NGRAM
+    name, options = "ngram-without-fixes", (*GRAPH_OPTIONS, *NGRAM)
 
 
-def fork_reason() -> str | None:
-    """Why the crashing fork cannot be made of the installed SGLang."""
-    shape = shape.read_shape(find(None).backend.read_bytes())
-    exempt = "draft-extend is exempt in this SGLang" if shape is source.Shape.EXEMPT else None
-    return harness.NO_GPU or exempt
-
-
-@unittest.skipIf(fork_reason(), fork_reason() or "")
+@harness.needs_crashing_fork
 class TestCrashingForkWithPlugin(IsExact, unittest.TestCase):
     """Our refresh on the path where a replay brings live masks."""
 
     name = "plugin"
 
     @classmethod
-    def environment(cls) -> dict[str, str]:
-        return harness.environment(harness.crashing_fork(), INKLING_SCONV="auto")
+    def make_environment(cls) -> dict[str, str]:
+        return harness.make_environment(harness.make_crashing_fork(), INKLING_SCONV="auto")
 
 
 if __name__ == "__main__":

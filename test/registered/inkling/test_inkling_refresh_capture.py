@@ -222,7 +222,7 @@ def exempt_captures_differ(subject: type) -> int:
     return differing
 
 
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestRefreshCapture(unittest.TestCase):
     def test_replays_with_the_refresh_in_the_graph(self) -> None:
         for name, subject in subjects().items():

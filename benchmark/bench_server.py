@@ -124,8 +124,8 @@ def contenders(names: Sequence[str]) -> list[Contender]:
                     "draft-extend is exempt in the installed SGLang, and no crashing fork can be "
                     "made of it: --contenders --installed"
                 )
-            crashing = harness.crashing_fork()
-            applied = harness.applied(crashing)
+            crashing = harness.make_crashing_fork()
+            applied = harness.make_applied_tree(crashing)
         except (TreeError, source.RefusedError, AssertionError) as error:
             raise BenchError(f"no crashing fork of the installed SGLang: {error}") from None
     alone = {"INKLING_SCONV": "auto", "INKLING_SCONV_FIXES": "none"}
@@ -139,7 +139,7 @@ def contenders(names: Sequence[str]) -> list[Contender]:
     return [
         Contender(name, {"INKLING_SCONV": "off"})
         if name == INSTALLED
-        else Contender(name, harness.environment(made[name][0], **made[name][1]))
+        else Contender(name, harness.make_environment(made[name][0], **made[name][1]))
         for name in names
     ]
 
@@ -168,7 +168,7 @@ def answers(server: Server, vocabulary: int) -> dict[str, Any]:
         prefix = [*prompt, *answer["output_ids"]]
         hits += server.generate([[*prefix, *suffix]], SUFFIX_TOKENS, scored_from=len(prefix))
     if not all(answer["meta_info"]["cached_tokens"] for answer in hits):
-        raise server.error("the prefix cache was not hit")
+        raise server.make_error("the prefix cache was not hit")
     return {
         "output tokens": [*streamed, *(answer["output_ids"] for answer in (*cold, *hits))],
         "tokens per decode step": steps,
@@ -470,7 +470,7 @@ def one_turn(
             # They run at once: as many steps as the slowest of them took.
             steps = max(accepted(answer)[0] for answer in answered)
             if not steps:
-                raise server.error("/generate: no spec_verify_ct, which counts the steps")
+                raise server.make_error("/generate: no spec_verify_ct, which counts the steps")
             figure = f"ms per decode step, {requests(batch)}{IN_TURNS}"
             result.add(figure, milliseconds / steps)
             continue

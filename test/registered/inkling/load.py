@@ -1,7 +1,7 @@
-"""Many requests of mixed shapes at once, and what must hold after them.
+"""A random load from a seed: many requests of mixed shapes at once, and what must hold after them.
 
-The plan of a load follows from its seed alone; which requests meet in a batch does not. Every check
-returns complaints, one line each: an empty list is a pass.
+The seed alone decides the requests. Which of them meet in a batch is chance. Every check returns
+complaints, one line each: an empty list is a pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
-from inkling_sconv.proof.server import Server
+from inkling_sconv.proof.server import Server, make_request
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -33,13 +33,12 @@ register_cuda_ci(
 PAGE = 128
 CLIENTS = 32
 ROUND = 500
-# Every fifth round has a stream that its client leaves. It holds its slot for seconds: SGLang
-# aborts it two seconds after the client went.
-CLOSED_EVERY = 5
-CLOSED_TOKENS = 1500
-# Eight requests that come one after the other, are let in with what they hold then, and have no
-# room for what they grow to: 8 x 4 pages.
+# Eight requests that come one after the other. The pool has room for each as it comes, and not for
+# what they grow to: 8 x 4 pages.
 WAVE, WAVE_TOKENS, WAVE_GAP = 8, 300, 0.005
+# In every fifth round, a client leaves its stream. SGLang aborts the request two seconds later; it
+# holds its slot until then.
+CLOSED_EVERY, CLOSED_TOKENS = 5, 1500
 TURNS = 3
 SHARES = {
     "shared prefix": 0.20,
@@ -50,11 +49,15 @@ SHARES = {
     "aborted": 0.05,
     "aborted in the queue": 0.03,
 }
+"""Shares of the requests by shape. The rest of a round is "fresh"."""
 SHAPES = ("fresh", *SHARES, "wave", "closed")
 SCORED = 0.02
+"""Share of the requests that ask for logprobs."""
 SETTLE_SECONDS = 45
 SCHEDULER = "sglang::scheduler"
 POOLS = {"full": "kv", "swa": "swa", "mamba": "mamba"}
+
+Tokens = tuple[int, ...]
 
 
 class End(str, enum.Enum):
@@ -68,13 +71,13 @@ class End(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """What one client does at a stretch: a request, or the turns of a conversation.
+    """What one client does at a time: a request, or the turns of a conversation.
 
-    A turn appends its tokens to the text so far, and asks for a number of new ones.
+    Each turn appends its tokens to the text so far, and asks for a number of new ones.
     """
 
     shape: str
-    turns: tuple[tuple[tuple[int, ...], int], ...]
+    turns: tuple[tuple[Tokens, int], ...]
     scored: bool = False
     streamed: bool = False
     delay: float = 0.0
@@ -85,10 +88,10 @@ class Outcome:
     """What became of a request. ``answer`` is kept if it has logprobs; ``error`` is one line."""
 
     shape: str
-    ids: tuple[int, ...]
+    ids: Tokens
     new_tokens: int
     end: End
-    tokens: tuple[int, ...] = ()
+    tokens: Tokens = ()
     cached: int = 0
     answer: dict[str, Any] | None = field(default=None, repr=False)
     error: str = ""
@@ -96,7 +99,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots of one pool: tokens, or states of requests. ``used`` are those that neither is free."""
+    """Slots of one pool: tokens, or states of requests. ``used`` ones hold a running request."""
 
     available: int
     evictable: int
@@ -105,7 +108,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Counters:
-    """What the scheduler says of itself on ``/metrics``."""
+    """What the scheduler publishes on ``/metrics``."""
 
     pools: dict[str, Pool]
     running: int
@@ -113,23 +116,21 @@ class Counters:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits, and no slot is held for anything."""
-        busy = self.running + self.queued + sum(pool.used for pool in self.pools.values())
-        return busy == 0
+        """No request runs or waits, and no slot is in use."""
+        return not (self.running or self.queued or any(pool.used for pool in self.pools.values()))
 
 
 @dataclass
 class Soak:
-    """What a load left behind. Memory is in bytes, read after flushes."""
+    """What a load left behind. ``resident`` and ``gpu`` are bytes, read after flushes."""
 
     outcomes: list[Outcome]
     start: Counters
     end: Counters
-    idle: list[Counters]
-    resident: list[int]
-    gpu: list[int]
-    flushes: int
-    seconds: float
+    idle: list[Counters] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    gpu: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -146,105 +147,98 @@ class Killed:
         return [outcome for outcome in self.outcomes if outcome.end is End.FAILED]
 
 
-# ------------------------------------------------------------------------------------- the plan
+# --- the plan ------------------------------------------------------------------------------------
 
 
-def plan(total: int, vocabulary: int, seed: int, size: int = ROUND) -> list[list[Job]]:
-    """Rounds of about ``size`` requests, ``total`` in all; the wave of a round comes first."""
-    draw = random.Random(seed)
+class Planner:
+    """Draws jobs. Texts that several requests share are drawn first."""
+
+    def __init__(self, vocabulary: int, seed: int):
+        self.draw, self.vocabulary = random.Random(seed), vocabulary
+        self.bases = [self.draw_text(PAGE, 5 * PAGE) for _ in range(12)]
+        self.repeated = [(self.draw_text(1, 400), self.draw.randint(8, 24)) for _ in range(16)]
+        # Every round has the same wave, so that each of its texts is rescored once.
+        self.wave = [self.draw_text(PAGE - 28 - n, PAGE - 28 - n) for n in range(WAVE)]
+
+    def draw_text(self, shortest: int, longest: int) -> Tokens:
+        length = self.draw.randint(shortest, longest)
+        return tuple(self.draw.randrange(1, self.vocabulary - 1) for _ in range(length))
+
+    def draw_turns(self, shape: str) -> list[tuple[Tokens, int]]:
+        """The turns of a job: the text that each appends, and how many new tokens it asks for."""
+        text, draw = self.draw_text, self.draw
+        new = draw.randint(4, 24)
+        if shape == "shared prefix":
+            return [((*draw.choice(self.bases), *text(1, 100)), new)]
+        if shape == "conversation":
+            first = (*draw.choice(self.bases), *text(1, 60))
+            rest = [text(1, 60) for _ in range(TURNS - 1)]
+            return [(ids, draw.randint(8, 40)) for ids in (first, *rest)]
+        if shape == "page crossed":
+            length = PAGE * draw.randint(1, 3) - draw.randint(1, 12)
+            return [(text(length, length), draw.randint(16, 32))]
+        if shape == "long":
+            return [(text(800, 2000), new)]
+        if shape == "repeated":
+            return [draw.choice(self.repeated)]
+        if shape.startswith("aborted"):
+            return [(text(1, 300), draw.randint(64, 96))]
+        return [(text(1, 400), new)]
+
+    def draw_job(self, shape: str) -> Job:
+        aborted = shape.startswith("aborted")
+        scored = not aborted and self.draw.random() < SCORED
+        # With logprobs, a stream repeats all of them in every chunk.
+        streamed = aborted or (not scored and self.draw.random() < 0.3)
+        return Job(shape, tuple(self.draw_turns(shape)), scored=scored, streamed=streamed)
+
+    def draw_round(self, size: int, number: int) -> list[Job]:
+        """``size`` requests: the wave first, then the others, shuffled."""
+        wave = [
+            Job("wave", ((ids, WAVE_TOKENS),), scored=place % 2 == 0, delay=place * WAVE_GAP)
+            for place, ids in enumerate(self.wave)
+        ]
+        mixed = []
+        if number % CLOSED_EVERY == 0:
+            mixed.append(Job("closed", ((self.draw_text(100, 100), CLOSED_TOKENS),), streamed=True))
+        rest = size - len(wave) - len(mixed)
+        for shape, share in SHARES.items():
+            turns = TURNS if shape == "conversation" else 1
+            count = max(1, round(rest * share / turns))
+            mixed += [self.draw_job(shape) for _ in range(count)]
+        left = size - len(wave) - sum(len(job.turns) for job in mixed)
+        if left < 1:
+            raise ValueError(f"a round of {size} requests does not hold every shape")
+        mixed += [self.draw_job("fresh") for _ in range(left)]
+        self.draw.shuffle(mixed)
+        return [*wave, *mixed]
+
+
+def plan_rounds(total: int, vocabulary: int, seed: int, size: int = ROUND) -> list[list[Job]]:
+    """Rounds of about ``size`` requests, ``total`` in all."""
+    planner = Planner(vocabulary, seed)
     rounds = max(1, round(total / size))
-
-    def text(length: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(1, vocabulary - 1) for _ in range(length))
-
-    bases = [text(draw.randint(PAGE, 5 * PAGE)) for _ in range(12)]
-    repeated = [(text(draw.randint(1, 400)), draw.randint(8, 24)) for _ in range(16)]
-    wave = [text(PAGE - 28 - number) for number in range(WAVE)]
     ends = [total * number // rounds for number in range(rounds + 1)]
-    return [
-        _round(draw, text, bases, repeated, wave, ends[number + 1] - ends[number], number)
-        for number in range(rounds)
-    ]
+    return [planner.draw_round(ends[n + 1] - ends[n], n) for n in range(rounds)]
 
 
-def _round(
-    draw: random.Random,
-    text: Callable[[int], tuple[int, ...]],
-    bases: list[tuple[int, ...]],
-    repeated: list[tuple[tuple[int, ...], int]],
-    wave: list[tuple[int, ...]],
-    size: int,
-    number: int,
-) -> list[Job]:
-    # The same texts in every round, so that each is rescored once.
-    first = [
-        Job("wave", ((ids, WAVE_TOKENS),), scored=place % 2 == 0, delay=place * WAVE_GAP)
-        for place, ids in enumerate(wave)
-    ]
-    mixed = [Job("closed", ((text(100), CLOSED_TOKENS),), streamed=True)]
-    if number % CLOSED_EVERY:
-        mixed.clear()
-    rest = size - len(first) - len(mixed)
-    for shape, share in SHARES.items():
-        turns = TURNS if shape == "conversation" else 1
-        for _ in range(max(1, round(rest * share / turns))):
-            mixed.append(_job(draw, text, bases, repeated, shape))
-    while (left := size - len(first) - sum(len(job.turns) for job in mixed)) > 0:
-        mixed.append(_job(draw, text, bases, repeated, "fresh"))
-    if left < 0:
-        raise ValueError(f"a round of {size} requests does not hold every shape")
-    draw.shuffle(mixed)
-    return [*first, *mixed]
+# --- the clients ---------------------------------------------------------------------------------
 
 
-def _job(
-    draw: random.Random,
-    text: Callable[[int], tuple[int, ...]],
-    bases: list[tuple[int, ...]],
-    repeated: list[tuple[tuple[int, ...], int]],
-    shape: str,
-) -> Job:
-    new = draw.randint(4, 24)
-    turns = [(text(draw.randint(1, 400)), new)]
-    if shape == "shared prefix":
-        turns = [((*draw.choice(bases), *text(draw.randint(1, 100))), new)]
-    elif shape == "conversation":
-        turns = [((*draw.choice(bases), *text(draw.randint(1, 60))), draw.randint(8, 40))]
-        turns += [(text(draw.randint(1, 60)), draw.randint(8, 40)) for _ in range(TURNS - 1)]
-    elif shape == "page crossed":
-        turns = [(text(PAGE * draw.randint(1, 3) - draw.randint(1, 12)), draw.randint(16, 32))]
-    elif shape == "long":
-        turns = [(text(draw.randint(800, 2000)), new)]
-    elif shape == "repeated":
-        turns = [draw.choice(repeated)]
-    aborted = shape.startswith("aborted")
-    if aborted:
-        turns = [(text(draw.randint(1, 300)), draw.randint(64, 96))]
-    scored = not aborted and draw.random() < SCORED
-    # With logprobs, a stream repeats all of them in every chunk.
-    streamed = aborted or (not scored and draw.random() < 0.3)
-    return Job(shape, tuple(turns), scored=scored, streamed=streamed)
-
-
-# ---------------------------------------------------------------------------------- the clients
-
-
-class _UnusableError(Exception):
-    """An answer is none. The message is one line."""
+class UnusableError(Exception):
+    """An answer is unusable. The message is one line."""
 
 
 class Clients:
-    """Clients that take jobs from one list until it is empty. One stops at its first failure."""
+    """Clients that take jobs from one list until it is empty. Each stops at its first failure."""
 
     def __init__(self, server: Server, name: str):
-        self.server = server
-        # One width: SGLang aborts every request whose id begins with the one that is named.
-        self.name = name
+        self.server, self.name = server, name
         self.asked = 0
         self.outcomes: list[Outcome] = []
 
     def run(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[Outcome]:
-        """Do the jobs; the outcomes so far, in the order in which requests ended."""
+        """Do the jobs. Returns the outcomes so far, in the order in which requests ended."""
         asyncio.run(self.work(jobs, clients))
         return self.outcomes
 
@@ -252,17 +246,16 @@ class Clients:
         """``run``, inside an event loop."""
         waiting = deque(jobs)
         timeout = aiohttp.ClientTimeout(total=self.server.request_seconds)
-        # As in Server: a connection that is kept may be dropped as the next request is sent.
+        # As in Server: a kept connection may be dropped as the next request is sent.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._client(session, waiting) for _ in range(clients)))
+            await asyncio.gather(*(self._take_jobs(session, waiting) for _ in range(clients)))
 
-    async def _client(self, session: aiohttp.ClientSession, waiting: deque[Job]) -> None:
+    async def _take_jobs(self, session: aiohttp.ClientSession, waiting: deque[Job]) -> None:
         while waiting:
             job = waiting.popleft()
-            if job.delay:
-                await asyncio.sleep(job.delay)
-            ids: tuple[int, ...] = ()
+            await asyncio.sleep(job.delay)
+            ids: Tokens = ()
             for suffix, new_tokens in job.turns:
                 ids = (*ids, *suffix)
                 outcome = await self._request(session, job, ids, new_tokens)
@@ -272,82 +265,63 @@ class Clients:
                 ids = (*ids, *outcome.tokens)
 
     async def _request(
-        self, session: aiohttp.ClientSession, job: Job, ids: tuple[int, ...], new_tokens: int
+        self, session: aiohttp.ClientSession, job: Job, ids: Tokens, new_tokens: int
     ) -> Outcome:
+        # Of one width: SGLang aborts every request whose id begins with the given one.
         rid = f"{self.name}-{self.asked:08d}"
         self.asked += 1
-        body: dict[str, Any] = {
-            "rid": rid,
-            "input_ids": ids,
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-            "stream": job.streamed,
-        }
+        body = make_request(ids, new_tokens, rid=rid, stream=job.streamed)
         if job.scored:
             body |= {"return_logprob": True, "return_text_in_logprobs": False}
             body["logprob_start_len"] = -1
         try:
-            end, answer = await self._ask(session, job, body)
-            tokens = _tokens(answer, new_tokens, end, self.asks_for_abort(job))
-        except _UnusableError as error:
+            closed, answer = await self._ask(session, job, body)
+            may_abort = job.shape.startswith("aborted")
+            end, tokens = read_answer(answer, new_tokens, closed=closed, may_abort=may_abort)
+            cached = answer["meta_info"].get("cached_tokens", 0)
+        except UnusableError as error:
             what = str(error)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             what = f"no answer ({type(error).__name__})"
         except (ValueError, KeyError, TypeError) as error:
             what = f"not an answer ({type(error).__name__}: {error})"
         else:
-            return Outcome(
-                job.shape,
-                ids,
-                new_tokens,
-                _end(answer) if end is None else end,
-                tokens,
-                answer["meta_info"].get("cached_tokens", 0),
-                answer if job.scored else None,
-            )
+            kept = answer if job.scored else None
+            return Outcome(job.shape, ids, new_tokens, end, tokens, cached, kept)
         return Outcome(job.shape, ids, new_tokens, End.FAILED, error=f"{job.shape} {rid}: {what}")
-
-    @staticmethod
-    def asks_for_abort(job: Job) -> bool:
-        """Whether a client of this job asks for an abort by the id."""
-        return job.shape.startswith("aborted")
 
     async def _ask(
         self, session: aiohttp.ClientSession, job: Job, body: dict[str, Any]
-    ) -> tuple[End | None, dict[str, Any]]:
-        """The last that was sent of an answer; the end is None where the answer says it."""
-        url = f"{self.server.url}/generate"
+    ) -> tuple[bool, dict[str, Any]]:
+        """Whether the client left the stream, and the last message of the answer."""
         abort = None
         if job.shape == "aborted in the queue":
             abort = asyncio.create_task(self._abort(session, body["rid"], after=0.005))
         try:
-            async with session.post(url, json=body) as answer:
+            async with session.post(f"{self.server.url}/generate", json=body) as answer:
                 if answer.status != 200:
-                    said = (await answer.text())[:200]
-                    raise _UnusableError(f"status {answer.status}: {said!r}")
+                    text = (await answer.text())[:200]
+                    raise UnusableError(f"status {answer.status}: {text!r}")
                 if not job.streamed:
-                    return None, await answer.json(content_type=None)
-                last, done = None, False
+                    return False, await answer.json(content_type=None)
+                last, done = {}, False
                 async for line in answer.content:
                     done = done or line.startswith(b"data: [DONE]")
                     if not line.startswith(b"data: {"):
                         continue
-                    first, last = last is None, json.loads(line[len(b"data: ") :])
-                    if first and job.shape == "closed":
+                    is_first, last = not last, json.loads(line[len(b"data: ") :])
+                    if is_first and job.shape == "closed":
                         answer.close()
-                        return End.CLOSED, last
-                    if first and job.shape == "aborted":
+                        return True, last
+                    if is_first and job.shape == "aborted":
                         await self._abort(session, body["rid"])
-                if last is None or not done:
-                    tokens = len((last or {}).get("output_ids") or [])
-                    raise _UnusableError(f"no answer (the stream broke off after {tokens} tokens)")
-                return None, last
+                if not (done and last):
+                    tokens = len(last.get("output_ids") or [])
+                    raise UnusableError(f"no answer (the stream broke off after {tokens} tokens)")
+                return False, last
         finally:
             if abort is not None:
-                # What the request says is what counts; this only must not outlive it.
+                # The answer counts, whatever became of the abort; wait for it all the same.
                 await asyncio.gather(abort, return_exceptions=True)
 
     async def _abort(self, session: aiohttp.ClientSession, rid: str, after: float = 0) -> None:
@@ -355,40 +329,43 @@ class Clients:
         url = f"{self.server.url}/abort_request"
         async with session.post(url, json={"rid": rid}) as answer:
             if answer.status != 200:
-                raise _UnusableError(f"/abort_request: status {answer.status}")
+                raise UnusableError(f"/abort_request: status {answer.status}")
 
 
-def _end(answer: dict[str, Any]) -> End:
-    return End.ABORTED if answer["meta_info"]["finish_reason"]["type"] == "abort" else End.WHOLE
-
-
-def _tokens(
-    answer: dict[str, Any], new_tokens: int, end: End | None, may_be_aborted: bool
-) -> tuple[int, ...]:
-    """The tokens of an answer that ended as it should."""
-    if "error" in answer:
-        raise _UnusableError(f"error: {str(answer['error'])[:200]}")
-    tokens = answer.get("output_ids") or []
-    if not all(type(token) is int for token in tokens):
-        raise _UnusableError(f"output_ids: {str(tokens)[:200]}")
-    if end is None:
-        reason = answer["meta_info"]["finish_reason"]
-        if _end(answer) is End.ABORTED:
-            if not may_be_aborted:
-                raise _UnusableError(f"aborted, unasked: {str(reason)[:200]}")
-        elif len(tokens) != new_tokens:
-            raise _UnusableError(f"{len(tokens)} tokens of {new_tokens}: {str(reason)[:200]}")
-    return tuple(tokens)
-
-
-# ------------------------------------------------------------------------------------- the soak
-
-
-def counters(server: Server) -> Counters:
-    """The pools and the queue, as the server (with ``--enable-metrics``) last published them.
+def read_answer(
+    answer: dict[str, Any], new_tokens: int, *, closed: bool = False, may_abort: bool = False
+) -> tuple[End, Tokens]:
+    """How an answer ended, and its tokens.
 
     Raises:
-        ServerError: there is no answer, or a gauge is not in it.
+        UnusableError: it is an error, was aborted although nobody asked, or has other than
+            ``new_tokens`` tokens.
+    """
+    if "error" in answer:
+        raise UnusableError(f"error: {str(answer['error'])[:200]}")
+    tokens = answer.get("output_ids") or []
+    if not all(type(token) is int for token in tokens):
+        raise UnusableError(f"output_ids: {str(tokens)[:200]}")
+    if closed:
+        return End.CLOSED, tuple(tokens)
+    reason = answer["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        if not may_abort:
+            raise UnusableError(f"aborted, unasked: {str(reason)[:200]}")
+        return End.ABORTED, tuple(tokens)
+    if len(tokens) != new_tokens:
+        raise UnusableError(f"{len(tokens)} tokens of {new_tokens}: {str(reason)[:200]}")
+    return End.WHOLE, tuple(tokens)
+
+
+# --- the soak ------------------------------------------------------------------------------------
+
+
+def read_counters(server: Server) -> Counters:
+    """The pools and the queue, as a server with ``--enable-metrics`` last published them.
+
+    Raises:
+        ServerError: no answer, or a gauge is missing.
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics")):
@@ -396,32 +373,30 @@ def counters(server: Server) -> Counters:
             name = sample.name.removeprefix("sglang:")
             found[name] = found.get(name, 0) + sample.value
 
-    def gauge(name: str) -> int:
+    def read_gauge(name: str) -> int:
         if name not in found:
-            raise server.error(f"/metrics: no sglang:{name}")
-        # Not sooner: gauges that are none of ours may be NaN.
+            raise server.make_error(f"/metrics: no sglang:{name}")
+        # Converted here, since other gauges may be NaN.
         return int(found[name])
 
-    return Counters(
-        {
-            pool: Pool(*(gauge(f"{prefix}_{kind}_tokens") for kind in Pool.__annotations__))
-            for pool, prefix in POOLS.items()
-        },
-        gauge("num_running_reqs"),
-        gauge("num_queue_reqs"),
-    )
+    kinds = [kind.name for kind in fields(Pool)]
+    pools = {
+        pool: Pool(*(read_gauge(f"{prefix}_{kind}_tokens") for kind in kinds))
+        for pool, prefix in POOLS.items()
+    }
+    return Counters(pools, read_gauge("num_running_reqs"), read_gauge("num_queue_reqs"))
 
 
 def settle(server: Server, vocabulary: int, seconds: float = SETTLE_SECONDS) -> Counters:
-    """The counters once the server is idle, or after ``seconds`` the last ones."""
-    # An idle server publishes at once where the last figure says that a request runs, and else
-    # only every 30 s. A step of decoding says so; these are more steps than SGLang logs one of.
+    """Wait until the server is idle, at most ``seconds``. Returns the last counters."""
+    # An idle server publishes at once if its last figure shows a running request, else only every
+    # 30 s. A decode step shows one. SGLang logs one step of several; 48 tokens are enough steps.
     server.generate([[vocabulary // 2]], 48)
     deadline = time.monotonic() + seconds
     while True:
-        seen = counters(server)
-        if seen.idle or time.monotonic() > deadline:
-            return seen
+        counters = read_counters(server)
+        if counters.idle or time.monotonic() > deadline:
+            return counters
         time.sleep(0.05)
 
 
@@ -429,57 +404,53 @@ def soak(
     server: Server,
     rounds: Sequence[Sequence[Job]],
     vocabulary: int,
-    gpu: Callable[[], int] = lambda: 0,
+    measure_gpu: Callable[[], int] = lambda: 0,
     settle_seconds: float = SETTLE_SECONDS,
 ) -> Soak:
-    """Put the rounds on the server. Between two it is idle; after every other one it is flushed.
+    """Put the rounds on the server. It is idle between two, and flushed after every other one.
 
-    ``gpu`` gives the bytes in use on the device. A failure ends the load after its round.
+    ``measure_gpu`` gives the bytes in use on the device. A failure ends the load after its round.
 
     Raises:
-        ServerError: the server is gone, or does not say how its pools are.
+        ServerError: the server is gone, or publishes no counters.
     """
     begin = time.monotonic()
     server.flush()
     start = settle(server, vocabulary, settle_seconds)
     clients = Clients(server, "soak")
-    found = Soak(clients.outcomes, start, start, [], [], [], 0, 0.0)
+    found = Soak(clients.outcomes, start, start)
     for number, jobs in enumerate(rounds):
         clients.run((job for job in jobs if job.shape == "wave"), WAVE)
         clients.run(job for job in jobs if job.shape != "wave")
-        if any(outcome.end is End.FAILED for outcome in clients.outcomes):
+        if list_failures(clients.outcomes):
             break
-        # Before the flush, which makes new free lists and so hides what leaked.
-        found.idle.append(settle(server, vocabulary, settle_seconds))
+        # Before the flush, which makes new free lists and so hides a leak.
+        found.end = settle(server, vocabulary, settle_seconds)
+        found.idle.append(found.end)
         if number % 2 or number == len(rounds) - 1:
             server.flush()
-            found.flushes += 1
-            found.resident.append(server.resident())
-            found.gpu.append(gpu())
-    with contextlib.suppress(IndexError):
-        found.end = found.idle[-1]
-    if not failed(clients.outcomes):
+            found.resident.append(server.measure_memory())
+            found.gpu.append(measure_gpu())
+    else:
         found.end = settle(server, vocabulary, settle_seconds)
     found.seconds = time.monotonic() - begin
     return found
 
 
 def kill(server: Server, jobs: Sequence[Job], after: int, bound: float) -> Killed:
-    """Kill the scheduler with signal 9 once ``after`` requests have ended; see it through.
+    """Kill the scheduler with signal 9 once ``after`` requests have ended, and watch the end.
 
-    Clients and then the server's processes get ``bound`` seconds each to end.
+    Clients, and then the server's processes, get ``bound`` seconds each to end.
 
     Raises:
         ServerError: there is not one scheduler.
     """
-    found = [pid for pid, title in server.processes().items() if title.startswith(SCHEDULER)]
+    found = [n for n, title in server.list_processes().items() if title.startswith(SCHEDULER)]
     if len(found) != 1:
-        raise server.error(f"{len(found)} processes are called {SCHEDULER}")
+        raise server.make_error(f"{len(found)} processes are called {SCHEDULER}")
     clients = Clients(server, "kill")
-    killed_at = None
 
-    async def work() -> None:
-        nonlocal killed_at
+    async def work() -> float:
         load = asyncio.create_task(clients.work(jobs))
         while len(clients.outcomes) < after and not load.done():
             await asyncio.sleep(0.002)
@@ -487,137 +458,119 @@ def kill(server: Server, jobs: Sequence[Job], after: int, bound: float) -> Kille
         killed_at = time.monotonic()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(load, bound)
+        return killed_at
 
-    asyncio.run(work())
-    assert killed_at is not None
+    killed_at = asyncio.run(work())
     seconds = time.monotonic() - killed_at
     ended = None
     while ended is None and time.monotonic() < killed_at + seconds + bound:
-        if not server.processes():
+        if not server.list_processes():
             ended = time.monotonic() - killed_at
         time.sleep(0.1)
     return Killed(clients.outcomes, seconds, ended)
 
 
-# ----------------------------------------------------------------------------------- the checks
+# --- the checks ----------------------------------------------------------------------------------
 
 
-def failed(outcomes: Sequence[Outcome]) -> list[str]:
+def list_failures(outcomes: Sequence[Outcome]) -> list[str]:
     """Requests that got no right answer."""
     return [outcome.error for outcome in outcomes if outcome.end is End.FAILED]
 
 
-def missing(outcomes: Sequence[Outcome], total: int) -> list[str]:
+def find_missing(outcomes: Sequence[Outcome], total: int) -> list[str]:
     """What the load lacked: requests, shapes, aborts, prefix hits, answers with logprobs."""
-    shapes = Counter(outcome.shape for outcome in outcomes)
-    ends = Counter((outcome.shape, outcome.end) for outcome in outcomes)
-    wants = {
-        f"{total} requests": len(outcomes) == total,
-        **{f"a request {shape!r}": shapes[shape] > 0 for shape in SHAPES},
-        "an abort of a running request": ends["aborted", End.ABORTED] > 0,
-        "an abort of a request that was just sent": ends["aborted in the queue", End.ABORTED] > 0,
-        "a stream that its client left": ends["closed", End.CLOSED] > 0,
-        "a wave that was answered": ends["wave", End.WHOLE] > 0,
-        "a shared prefix that was reused": reused(outcomes, "shared prefix"),
-        "a turn that reused an earlier one": reused(outcomes, "conversation"),
-        "an answer with logprobs": len(scored(outcomes)) > 0,
-    }
-    return [f"the load had not {what}" for what, had in wants.items() if not had]
+    seen = Counter(key for o in outcomes for key in (o.shape, (o.shape, o.end.value)))
+    seen.update((o.shape, "with a prefix hit") for o in outcomes if o.cached)
+    wanted = (
+        *SHAPES,
+        ("aborted", "aborted"),
+        ("aborted in the queue", "aborted"),
+        ("closed", "closed"),
+        ("wave", "whole"),
+        ("shared prefix", "with a prefix hit"),
+        ("conversation", "with a prefix hit"),
+    )
+    complaints = [f"the load had no request {key}" for key in wanted if not seen[key]]
+    if len(outcomes) != total:
+        complaints.append(f"the load had {len(outcomes)} requests, not {total}")
+    return complaints + ([] if select_scored(outcomes) else ["the load had no logprobs"])
 
 
-def reused(outcomes: Sequence[Outcome], shape: str) -> bool:
-    """Whether a request of this shape found a prefix in the cache."""
-    return any(outcome.cached > 0 for outcome in outcomes if outcome.shape == shape)
-
-
-def scored(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def select_scored(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The whole answers that have logprobs."""
     return [o for o in outcomes if o.answer is not None and o.end is End.WHOLE]
 
 
-def repeated(outcomes: Sequence[Outcome]) -> dict[tuple[int, ...], list[Outcome]]:
+def group_repeated(outcomes: Sequence[Outcome]) -> dict[Tokens, list[Outcome]]:
     """Whole answers by prompt, of the prompts that were answered more than once."""
-    by_prompt: dict[tuple[int, ...], list[Outcome]] = {}
+    by_prompt: dict[Tokens, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.end is End.WHOLE:
             by_prompt.setdefault(outcome.ids, []).append(outcome)
     return {ids: answers for ids, answers in by_prompt.items() if len(answers) > 1}
 
 
-def disagreeing(outcomes: Sequence[Outcome]) -> list[str]:
-    """Prompts that were answered with other tokens at another time; or none was asked twice."""
-    again = repeated(outcomes)
-    if not again:
-        return ["no prompt was answered twice"]
-    complaints = []
+def find_disagreements(outcomes: Sequence[Outcome]) -> list[str]:
+    """Prompts that were answered with other tokens at another time."""
+    again = group_repeated(outcomes)
+    complaints = [] if again else ["no prompt was answered twice"]
     for ids, answers in again.items():
-        first = max((answer.tokens for answer in answers), key=len)
-        others = sum(answer.tokens != first[: len(answer.tokens)] for answer in answers)
+        longest = max((answer.tokens for answer in answers), key=len)
+        others = sum(answer.tokens != longest[: len(answer.tokens)] for answer in answers)
         if others:
-            shape = answers[0].shape
-            complaints.append(
-                f"{shape}, {len(ids)} tokens: {others} of {len(answers)} answers differ"
-            )
+            what = f"{answers[0].shape}, {len(ids)} tokens"
+            complaints.append(f"{what}: {others} of {len(answers)} answers differ")
     return complaints
 
 
-def leaked(found: Soak) -> list[str]:
-    """Slots that an idle server does not have back, or that are not what they were at the start."""
-    complaints = []
+def find_leaks(found: Soak) -> list[str]:
+    """Slots that an idle server does not have back, or pools that are not as at the start."""
+    complaints = [] if found.idle else ["the pools were never looked at"]
     for name, before in found.start.pools.items():
         total = before.available + before.evictable + before.used
         if total <= 0:
             complaints.append(f"{name}: a pool of {total} slots")
-        for number, seen in enumerate([found.start, *found.idle, found.end]):
-            pool = seen.pools[name]
-            have = pool.available + pool.evictable
-            if pool.used or have != total:
-                complaints.append(f"{name}: {have} of {total} slots are back at stop {number}")
+        for number, counters in enumerate([found.start, *found.idle, found.end]):
+            pool = counters.pools[name]
+            back = pool.available + pool.evictable
+            if pool.used or back != total:
+                complaints.append(f"{name}: {back} of {total} slots are back at stop {number}")
         if found.end.pools[name] != before:
             complaints.append(f"{name}: {before} at the start, {found.end.pools[name]} at the end")
-    if not found.idle:
-        complaints.append("the pools were never looked at")
     if not (found.start.idle and found.end.idle):
         complaints.append("the server was not idle at the start, or at the end")
     return complaints
 
 
-def growth(samples: Sequence[int]) -> int:
-    """Bytes that a server holds at the end beyond what it held after a tenth of the load."""
-    return samples[-1] - samples[max(0, len(samples) // 10)]
-
-
-def grown(name: str, samples: Sequence[int], bound: int) -> list[str]:
-    """Memory that grew by more than ``bound`` bytes."""
+def check_growth(name: str, samples: Sequence[int], bound: int) -> list[str]:
+    """Memory that grew by more than ``bound`` bytes, from a tenth of the load to its end."""
     if len(samples) < 2 or min(samples) <= 0:
         return [f"{name}: not measured twice: {list(samples)}"]
-    grew = growth(samples)
-    over = f"{name}: grew by {grew / 2**20:.0f} MiB, {bound / 2**20:.0f} MiB are allowed"
-    return [over] if grew > bound else []
+    grew = samples[-1] - samples[len(samples) // 10]
+    what = f"{name}: grew by {grew / 2**20:.0f} MiB, {bound / 2**20:.0f} MiB are allowed"
+    return [what] if grew > bound else []
 
 
-def retracted(log: str) -> int:
+def count_retracted(log: str) -> int:
     """Requests that the scheduler took out of a running batch because the pool was full."""
     return sum(map(int, re.findall(r"Retract requests.*?#retracted_reqs: (\d+)", log)))
 
 
-def most(log: str, what: str) -> int:
-    """The largest figure that the scheduler logged: of ``running`` or ``queue`` requests."""
+def find_most(log: str, what: str) -> int:
+    """The largest number of ``running`` or ``queue`` requests that the scheduler logged."""
     return max(map(int, re.findall(rf"#{what}-req: (\d+)", log)), default=0)
 
 
-def untested(log: str, limit: int) -> list[str]:
-    """What of a full server did not happen, by its own log: retraction, and a queue behind it."""
-    running, queued = most(log, "running"), most(log, "queue")
-    complaints = [] if retracted(log) else ["no request was retracted"]
-    if running != limit:
-        complaints.append(f"{running} requests ran at most, not {limit}")
-    if not queued:
-        complaints.append("no request waited in the queue")
-    return complaints
+def find_untested(log: str, limit: int) -> list[str]:
+    """What its log does not show of a full server: retraction, ``limit`` requests, a queue."""
+    running = find_most(log, "running")
+    complaints = [] if count_retracted(log) else ["no request was retracted"]
+    complaints += [] if running == limit else [f"{running} requests ran at most, not {limit}"]
+    return complaints + ([] if find_most(log, "queue") else ["no request waited in the queue"])
 
 
-def silent(found: Killed, asked: int, bound: float) -> list[str]:
+def check_killed(found: Killed, asked: int, bound: float) -> list[str]:
     """What clients of a killed scheduler had to do without."""
     complaints = []
     if found.seconds >= bound:

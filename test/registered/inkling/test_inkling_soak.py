@@ -1,16 +1,16 @@
 """A server with MTP and a small pool under thousands of requests: answers, slots, memory, death.
 
-One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is how many; 3,000 if it is not set.
+One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is the number of requests, 3,000 by default.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import unittest
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,24 @@ import harness
 import load
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.architecture import VOCABULARY
-from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server
+from inkling_sconv.proof.server import MTP_OPTIONS, Server
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
 
 REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "3000"))
-# Set by who runs other servers on the GPU meanwhile.
+# Set by whoever runs other servers on the GPU at the same time.
 BESIDE = "INKLING_SCONV_SOAK_BESIDE" in os.environ
 RUNNING = 8
 OPTIONS = (
-    *BASE_OPTIONS,
     *MTP_OPTIONS,
-    # 24 pages: room for any request, and not for what a wave of eight grows to. The window's layers
-    # have as many, so that one pool is short and it is known which.
+    # 24 pages: room for any request, and not for what a wave of eight grows to. The sliding-window
+    # pool has as many, so that only one pool is short.
     "--max-total-tokens=3072",
     "--swa-full-tokens-ratio=1.0",
-    # Five for each request that runs is what SGLang asks for; eight are left for the prefix cache.
+    # SGLang asks for five per running request; eight are left for the prefix cache.
     "--max-mamba-cache-size=48",
-    # Requests are let in with little kept back for what they grow to, or none would be retracted.
+    # Little is kept back for what a running request grows to; otherwise none would be retracted.
     "--schedule-conservativeness=0.1",
     "--enable-metrics",
     # Several times in the request that makes an idle server publish its counters.
@@ -51,10 +50,10 @@ GPU_BOUND, RESIDENT_BOUND = 64 * 2**20, 256 * 2**20
 KILLED_AFTER, KILL_LOAD, KILL_SECONDS = 200, 1000, 60
 
 FIGURES: dict[str, Any] = {}
-ANSWERS: dict[tuple[int, ...], tuple[int, ...]] = {}
+ANSWERS: dict[load.Tokens, load.Tokens] = {}
 
 
-def own_gpu_bytes(server: Server) -> int | None:
+def measure_own_gpu(server: Server) -> int | None:
     """Bytes that the server's processes use on the device; None if the driver does not name them.
 
     It does not where there is no ``nvidia-smi``, or from within another PID namespace.
@@ -65,51 +64,48 @@ def own_gpu_bytes(server: Server) -> int | None:
     except OSError:
         return None
     used = dict(re.findall(r"^(\d+), (\d+)$", listed, re.MULTILINE))
-    own = [int(used[str(pid)]) for pid in server.processes() if str(pid) in used]
+    own = [int(used[str(pid)]) for pid in server.list_processes() if str(pid) in used]
     return sum(own) * 2**20 if own else None
 
 
-def all_gpu_bytes() -> int:
+def measure_whole_gpu() -> int:
     """Bytes in use on the device, whoever uses them."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
-def note() -> None:
+def make_server(name: str) -> Server:
+    return harness.make_server(name, {}, *OPTIONS)
+
+
+def record() -> None:
     harness.record("soak", **FIGURES)
 
 
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestSoak(unittest.TestCase):
-    """Everything happens before the first test, in order; the tests look at what it left."""
+    """``setUpClass`` puts the load on a server, then kills it. The tests check what that left."""
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.addClassCleanup(note)
-        with contextlib.ExitStack() as stack:
-            log = harness.LOGS / "server-soak.log"
-            server = stack.enter_context(Server(harness.checkpoint(), OPTIONS, log))
-            rounds = load.plan(REQUESTS, VOCABULARY, seed=0)
-            own = own_gpu_bytes(server) is not None
+        cls.addClassCleanup(record)
+        with make_server("soak") as server:
+            own = measure_own_gpu(server) is not None
             FIGURES["gpu of"] = "the server" if own else "the device"
-            cls.soak = load.soak(
-                server,
-                rounds,
-                VOCABULARY,
-                lambda: (own_gpu_bytes(server) or 0) if own else all_gpu_bytes(),
-            )
+            measure = (lambda: measure_own_gpu(server) or 0) if own else measure_whole_gpu
+            rounds = load.plan_rounds(REQUESTS, VOCABULARY, seed=0)
+            cls.soak = load.soak(server, rounds, VOCABULARY, measure)
             # Read before the kill, which adds to it.
-            cls.log = log.read_text(errors="replace")
-            cls.note_soak()
-            cls.failed = load.failed(cls.soak.outcomes)
-            if cls.failed:
-                raise server.error(f"{len(cls.failed)} requests failed: {cls.failed[0]}")
-            kept = load.scored(cls.soak.outcomes)
+            cls.log = server.log.read_text(errors="replace")
+            cls.keep_figures()
+            if failures := load.list_failures(cls.soak.outcomes):
+                raise server.make_error(f"{len(failures)} requests failed: {failures[0]}")
+            scored = load.select_scored(cls.soak.outcomes)
             cls.rescored = equality.rescore_answers(
-                server, [o.ids for o in kept], [o.answer for o in kept if o.answer]
+                server, [o.ids for o in scored], [o.answer for o in scored if o.answer]
             )
             FIGURES["rescored"] = cls.rescored
-            (jobs,) = load.plan(KILL_LOAD, VOCABULARY, seed=1, size=KILL_LOAD)
+            (jobs,) = load.plan_rounds(KILL_LOAD, VOCABULARY, seed=1, size=KILL_LOAD)
             cls.killed = load.kill(server, jobs, KILLED_AFTER, KILL_SECONDS)
             cut_off = cls.killed.cut_off
             FIGURES["killed"] = {
@@ -118,25 +114,24 @@ class TestSoak(unittest.TestCase):
                 "server ended after": cls.killed.ended,
                 "error": cut_off[0].error if cut_off else None,
             }
-        FIGURES["processes left"] = server.processes()
-        cls.left = server.processes()
+        cls.left = FIGURES["processes left"] = server.list_processes()
 
     @classmethod
-    def note_soak(cls) -> None:
+    def keep_figures(cls) -> None:
         soak = cls.soak
-        for ids, outcomes in load.repeated(soak.outcomes).items():
+        for ids, outcomes in load.group_repeated(soak.outcomes).items():
             ANSWERS[ids] = max((o.tokens for o in outcomes), key=len)
-        ends = [outcome.end for outcome in soak.outcomes]
+        ends = Counter(outcome.end for outcome in soak.outcomes)
         FIGURES.update(
             {
                 "requests": len(soak.outcomes),
                 "seconds": soak.seconds,
-                "shapes": dict(load.Counter(o.shape for o in soak.outcomes)),
-                "ends": {end.value: ends.count(end) for end in load.End},
-                "flushes": soak.flushes,
-                "retracted": load.retracted(cls.log),
-                "most running": load.most(cls.log, "running"),
-                "most queued": load.most(cls.log, "queue"),
+                "shapes": Counter(outcome.shape for outcome in soak.outcomes),
+                "ends": {end.value: ends[end] for end in load.End},
+                "flushes": len(soak.resident),
+                "retracted": load.count_retracted(cls.log),
+                "most running": load.find_most(cls.log, "running"),
+                "most queued": load.find_most(cls.log, "queue"),
                 "prompts asked again": len(ANSWERS),
                 "start": soak.start,
                 "end": soak.end,
@@ -147,48 +142,47 @@ class TestSoak(unittest.TestCase):
         )
 
     def test_every_shape_was_there(self) -> None:
-        self.assertEqual(load.missing(self.soak.outcomes, REQUESTS), [])
+        self.assertEqual(load.find_missing(self.soak.outcomes, REQUESTS), [])
 
     def test_requests_queued_and_were_retracted(self) -> None:
-        self.assertEqual(load.untested(self.log, RUNNING), [])
+        self.assertEqual(load.find_untested(self.log, RUNNING), [])
 
     def test_a_cold_prefill_gives_the_same_floats(self) -> None:
         self.assertTrue(self.rescored.exact, self.rescored)
 
     def test_the_same_prompt_has_the_same_answer(self) -> None:
-        self.assertEqual(load.disagreeing(self.soak.outcomes), [])
+        self.assertEqual(load.find_disagreements(self.soak.outcomes), [])
 
     def test_no_slot_leaked(self) -> None:
-        self.assertEqual(load.leaked(self.soak), [])
+        self.assertEqual(load.find_leaks(self.soak), [])
 
     def test_memory_is_flat(self) -> None:
-        self.assertEqual(load.grown("resident", self.soak.resident, RESIDENT_BOUND), [])
+        self.assertEqual(load.check_growth("resident", self.soak.resident, RESIDENT_BOUND), [])
         if BESIDE and FIGURES["gpu of"] == "the device":
             self.skipTest("GPU memory: others use it, and the driver names no process here")
-        self.assertEqual(load.grown("GPU", self.soak.gpu, GPU_BOUND), [])
+        self.assertEqual(load.check_growth("GPU", self.soak.gpu, GPU_BOUND), [])
 
     def test_clients_of_a_killed_scheduler_get_an_error(self) -> None:
-        self.assertEqual(load.silent(self.killed, KILL_LOAD, KILL_SECONDS), [])
+        self.assertEqual(load.check_killed(self.killed, KILL_LOAD, KILL_SECONDS), [])
 
     def test_no_process_is_left(self) -> None:
         self.assertEqual(self.left, {})
 
 
-@unittest.skipIf(harness.NO_GPU, harness.NO_GPU or "")
+@harness.needs_gpu
 class TestSoakRestarted(unittest.TestCase):
     """Another server on the same model, after the first one's scheduler was killed."""
 
     def test_it_answers_as_the_first(self) -> None:
         if not ANSWERS:
             self.skipTest("needs the answers of TestSoak, in the same run")
-        log = harness.LOGS / "server-soak-restarted.log"
-        with Server(harness.checkpoint(), OPTIONS, log) as server:
+        with make_server("soak-restarted") as server:
             same = [
                 tuple(server.generate([ids], len(tokens))[0]["output_ids"]) == tokens
                 for ids, tokens in ANSWERS.items()
             ]
         FIGURES["restarted"] = {"answers": len(same), "the same": sum(same)}
-        note()
+        record()
         self.assertTrue(all(same), f"{sum(same)} of {len(same)} answers the same")
 
 

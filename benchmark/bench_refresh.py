@@ -103,7 +103,7 @@ def method(name: str, cls: type, max_rows: int) -> Contender:
 
     def make(step: SimpleNamespace) -> Call:
         rig = probe.Rig(cls, max_rows=max_rows, window=WINDOW, chunk_size=CHUNK, device=step.device)
-        batch = rig.batch("EXTEND", step.rows, mask=[True] * step.rows)
+        batch = rig.make_batch("EXTEND", step.rows, mask=[True] * step.rows)
         batch.mamba_track_seqlens = step.track_seqlens
         batch.extend_prefix_lens = step.prefix_lens
         rig.backend.sconv_metadata.query_start_loc = step.query_start_loc

@@ -29,7 +29,7 @@ def pool_after(
     """The pool, ``[slots, window, channels]``, after one draft-extend step of one convolution."""
     rig = probe.Rig(backend, window=WINDOW)
     rig.backend._inkling_sconv_exempt_draft_extend = exempt
-    batch = rig.batch("DRAFT_EXTEND_V2", case.rows)
+    batch = rig.make_batch("DRAFT_EXTEND_V2", case.rows)
     batch.seq_lens = case.seq_lens
     batch.spec_info = SimpleNamespace(num_accept_tokens=case.accepted, num_front_tokens=case.front)
     window = WIDTH + case.front

@@ -32,7 +32,7 @@ def later_metadata(track_cache_indices):
 @given(case=live_batches())
 def test_the_window_is_the_formula(build_rig, draft_extend, mode, on_graph_path, case):
     rig = build_rig(draft_extend, window=case.window, chunk_size=case.chunk_size)
-    batch = rig.batch(
+    batch = rig.make_batch(
         mode,
         case.rows,
         mask=[True] * case.rows,
@@ -49,7 +49,7 @@ def test_the_window_is_the_formula(build_rig, draft_extend, mode, on_graph_path,
 
 def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 2, prefix_lens=[0, 0])
+    batch = rig.make_batch("EXTEND", 2, prefix_lens=[0, 0])
     rig.backend.sconv_metadata.track_conv_indices = "of the step before"
     rig.backend._refresh_track_conv_indices(batch, False)
     assert rig.backend.sconv_metadata.track_conv_indices is None
@@ -59,7 +59,7 @@ def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
 @pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
 def test_rule_2_capture_without_a_mask_records_an_inert_scatter(make_rig, mode):
     rig = make_rig()
-    batch = rig.batch(mode, 3, prefix_lens=[0, 0, 0])
+    batch = rig.make_batch(mode, 3, prefix_lens=[0, 0, 0])
     indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
     assert indices is not None and indices.shape == (3, 3)
     assert batch.mamba_track_mask.tolist() == [False] * 3
@@ -78,7 +78,7 @@ def test_rule_2_the_scatter_finds_inert_destinations(make_rig, mode, later):
         rig.backend.sconv_metadata = later_metadata("of the step before")
     metadata = rig.backend.sconv_metadata
     has = hasattr(metadata, "track_cache_indices")
-    batch = rig.batch(mode, 3)
+    batch = rig.make_batch(mode, 3)
     rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
     assert hasattr(metadata, "track_cache_indices") == has
     if has:
@@ -92,7 +92,7 @@ def test_rule_2_a_live_batch_keeps_its_destinations(make_rig, mode, on_graph_pat
     """The metadata's may be translated ones, where the batch's are not."""
     rig = make_rig()
     metadata = rig.backend.sconv_metadata = later_metadata("translated")
-    batch = rig.batch(mode, 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    batch = rig.make_batch(mode, 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
     slots = batch.mamba_track_indices
     assert rig.refresh(batch, [0, 64], on_graph_path=on_graph_path).tolist() == [[61, 62, 63]]
     assert metadata.track_cache_indices == "translated"
@@ -104,7 +104,7 @@ def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
     rig = make_rig()
     addresses = set()
     for rows in (3, 8, 1):
-        batch = rig.batch(mode, rows)
+        batch = rig.make_batch(mode, rows)
         rig.refresh(batch, [4 * r for r in range(rows + 1)], on_graph_path=True)
         addresses.add(tuple(getattr(batch, name).data_ptr() for name in TRACK_FIELDS))
     assert len(addresses) == 1
@@ -114,7 +114,7 @@ def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
 def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
     rig = make_rig()
     rig.backend._graph_track_conv_indices.fill_(-7)
-    batch = rig.batch(mode, 3)
+    batch = rig.make_batch(mode, 3)
     indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
     assert indices.tolist() == [[0, 0, 0], [1, 2, 3], [5, 6, 7]]
     assert batch.extend_prefix_lens is None
@@ -123,7 +123,7 @@ def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
 @pytest.mark.parametrize("seqlens_dtype", INTEGERS)
 def test_rule_4_a_live_batch_without_prefix_lengths_is_refused(make_rig, seqlens_dtype):
     rig = make_rig()
-    batch = rig.batch(
+    batch = rig.make_batch(
         "EXTEND", 1, mask=[True], track_seqlens=[64], dtypes=(seqlens_dtype, torch.int32)
     )
     with pytest.raises(RuntimeError, match=r"extend_prefix_lens.*EXTEND.*init_new"):
@@ -135,7 +135,7 @@ def test_rule_5_the_graph_path_writes_one_buffer(make_rig):
     rig = make_rig()
     buffer = rig.backend._graph_track_conv_indices
     for rows in (2, 8, 1):
-        batch = rig.batch(
+        batch = rig.make_batch(
             "EXTEND", rows, mask=[True] * rows, track_seqlens=[64] * rows, prefix_lens=[0] * rows
         )
         got = rig.refresh(batch, [64 * r for r in range(rows + 1)], on_graph_path=True)
@@ -145,7 +145,7 @@ def test_rule_5_the_graph_path_writes_one_buffer(make_rig):
 
 def test_rule_5_eager_steps_do_not_share_it(make_rig):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
     first = rig.refresh(batch, [0, 64], on_graph_path=False)
     second = rig.refresh(batch, [0, 64], on_graph_path=False)
     graph = rig.backend._graph_track_conv_indices.data_ptr()
@@ -157,7 +157,7 @@ def test_rule_5_a_shape_over_the_bound_writes_nothing(make_rig, tracked):
     rig = make_rig(max_rows=2)
     rig.backend._graph_track_conv_indices.fill_(-7)
     live = {"mask": [True] * 3, "track_seqlens": [64] * 3, "prefix_lens": [0] * 3}
-    batch = rig.batch("EXTEND", 3, **(live if tracked else {}))
+    batch = rig.make_batch("EXTEND", 3, **(live if tracked else {}))
     before = dict(vars(batch))
     with pytest.raises(RuntimeError, match=r"batch_size is 3.*hold 2 rows.*EXTEND"):
         rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
@@ -170,7 +170,7 @@ def test_rule_5_a_shape_over_the_bound_writes_nothing(make_rig, tracked):
 def test_rule_6_the_padded_tail_is_zero(make_rig, on_graph_path, seqlens, prefix_lens):
     rig = make_rig()
     rig.backend._graph_track_conv_indices.fill_(-7)
-    batch = rig.batch("EXTEND", 3, mask=[True] * 3, track_seqlens=seqlens, prefix_lens=prefix_lens)
+    batch = rig.make_batch("EXTEND", 3, mask=[True] * 3, track_seqlens=seqlens, prefix_lens=prefix_lens)
     got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=on_graph_path)
     live = min(len(seqlens), len(prefix_lens))
     assert got[live:].tolist() == [[0, 0, 0]] * (3 - live)
@@ -186,7 +186,7 @@ def test_rule_7_no_value_is_read_on_the_host(make_rig, form, mode, prefix, track
     fields = {"mask": [True] * 3, "track_seqlens": [64] * 2} if tracked else {}
     if prefix:
         fields["prefix_lens"] = [0] * 3
-    batch = rig.batch(mode, 3, **fields)
+    batch = rig.make_batch(mode, 3, **fields)
     for _ in range(2):
         got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
         if not tracked and (form, mode) not in INERT_CAPTURES:
@@ -203,7 +203,7 @@ def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mo
     max_rows, width = 48, 5
     steps = [make_rig(max_rows=max_rows) for _ in range(3)]
     for rows in range(max_rows, 0, -1):
-        batch = steps[0].batch(mode, rows)
+        batch = steps[0].make_batch(mode, rows)
         query_start_loc = [width * r for r in range(rows + 1)]
         want = expected(Case(rows, query_start_loc, [0] * rows, [0] * rows))
         for _ in ("warm-up", "capture"):
@@ -218,14 +218,14 @@ def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mo
 @pytest.mark.parametrize("mask", ([True, True], [False, False]))
 def test_rule_9_no_prefix_is_invented_for_rows_that_may_be_tracked(make_rig, mode, mask):
     rig = make_rig()
-    batch = rig.batch(mode, 2, mask=mask, track_seqlens=[64, 64])
+    batch = rig.make_batch(mode, 2, mask=mask, track_seqlens=[64, 64])
     with pytest.raises(RuntimeError, match=rf"extend_prefix_lens.*mamba_track_mask.*{mode}"):
         rig.refresh(batch, [0, 64, 128], on_graph_path=True)
 
 
 def test_rule_9_zero_rows_are_no_reason_to_refuse(make_rig):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 0, mask=[], track_seqlens=[])
+    batch = rig.make_batch("EXTEND", 0, mask=[], track_seqlens=[])
     assert rig.refresh(batch, [0], on_graph_path=True).shape == (0, 3)
 
 
@@ -234,7 +234,7 @@ def test_rule_9_the_host_s_own_inert_mask_is_inert(make_rig):
     mask = getattr(rig.backend, "_graph_track_inert_mask", None)
     if mask is None:
         pytest.skip("this tree has no inert mask of its own")
-    batch = rig.batch("DRAFT_EXTEND_V2", 2, mask=[False] * 2, track_seqlens=[0, 0])
+    batch = rig.make_batch("DRAFT_EXTEND_V2", 2, mask=[False] * 2, track_seqlens=[0, 0])
     batch.mamba_track_mask = mask[:2]
     assert rig.refresh(batch, [0, 4, 8], on_graph_path=True).tolist() == [[0, 0, 0], [1, 2, 3]]
 
@@ -251,14 +251,14 @@ def test_rule_9_an_address_that_was_freed_is_not_inert(make_rig):
 @pytest.mark.parametrize("on_graph_path", (False, True))
 def test_rule_10_a_step_with_no_tokens_gives_index_zero(make_rig, on_graph_path):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, 640], prefix_lens=[0, 64])
+    batch = rig.make_batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, 640], prefix_lens=[0, 64])
     assert rig.refresh(batch, [0, 0, 0], on_graph_path=on_graph_path).eq(0).all()
 
 
 @pytest.mark.parametrize("on_graph_path", (False, True))
 def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
     rig = make_rig()
-    batch = rig.batch("EXTEND", 1, mask=[True], prefix_lens=[0])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], prefix_lens=[0])
     with pytest.raises(RuntimeError, match=r"mamba_track_seqlens.*EXTEND"):
         rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
 
@@ -268,8 +268,8 @@ def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
 def test_rule_11_draft_extend_keeps_its_fields(build_rig, prefix_lens, slots):
     rig = build_rig("exempt")
     rig.backend._graph_track_conv_indices.fill_(-7)
-    batch = rig.batch(DRAFT_EXTEND, 3, prefix_lens=prefix_lens)
-    batch.mamba_track_indices = slots and rig.tensor(slots, torch.int64)
+    batch = rig.make_batch(DRAFT_EXTEND, 3, prefix_lens=prefix_lens)
+    batch.mamba_track_indices = slots and rig.make_tensor(slots, torch.int64)
     metadata = rig.backend.sconv_metadata = later_metadata(batch.mamba_track_indices)
     before = dict(vars(batch))
     for _ in ("warm-up", "capture"):
@@ -289,7 +289,7 @@ def test_rule_11_needs_neither_rows_nor_buffers(build_rig, rows, older):
     rig = build_rig("exempt")
     if older:  # a backend that was made before the plugin was loaded
         del rig.backend._inkling_sconv_inert, rig.backend._inkling_sconv_exempt_draft_extend
-    batch = rig.batch(DRAFT_EXTEND, rows)
+    batch = rig.make_batch(DRAFT_EXTEND, rows)
     starts = [4 * r for r in range(rows + 1)]
     assert rig.refresh(batch, starts, on_graph_path=True) is None
     assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
@@ -297,7 +297,7 @@ def test_rule_11_needs_neither_rows_nor_buffers(build_rig, rows, older):
 
 def test_rule_11_is_the_default(subject):
     rig = Rig(subject)
-    assert rig.refresh(rig.batch(DRAFT_EXTEND, 1), [0, 4], on_graph_path=True) is None
+    assert rig.refresh(rig.make_batch(DRAFT_EXTEND, 1), [0, 4], on_graph_path=True) is None
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_rule_11_is_the_default(subject):
 )
 def test_negative_and_partial_chunks_round_down(make_rig, seqlens, prefix, want):
     rig = make_rig()
-    batch = rig.batch(
+    batch = rig.make_batch(
         "EXTEND", 2, mask=[True, True], track_seqlens=[64, seqlens], prefix_lens=[0, prefix]
     )
     got = rig.refresh(batch, [0, 128, 300], on_graph_path=True)
@@ -323,4 +323,4 @@ def test_a_backend_older_than_the_plugin_says_so(make_rig, mode):
     rig = make_rig()
     del rig.backend._inkling_sconv_inert
     with pytest.raises(RuntimeError, match="made before inkling_sconv was loaded"):
-        rig.refresh(rig.batch(mode, 1), [0, 4], on_graph_path=True)
+        rig.refresh(rig.make_batch(mode, 1), [0, 4], on_graph_path=True)

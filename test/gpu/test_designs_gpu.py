@@ -27,7 +27,7 @@ from inkling_sconv.probe.backend import Rig
 
 def refuses(subject: type) -> bool:
     rig = Rig(subject, device="cuda")
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
     try:
         rig.refresh(batch, [0, 64], on_graph_path=False)
     except (RuntimeError, AttributeError):

@@ -17,7 +17,7 @@ from inkling_sconv import names
 from inkling_sconv.plugin.fixes import FIXES
 from inkling_sconv.plugin.settings import read_fix_names
 from inkling_sconv.probe.backend import State, classify, find_backends
-from inkling_sconv.probe.contract import Row, Verdict, check_backend, reconcile_scatter
+from inkling_sconv.probe.contract import Row, Verdict, check_backend, excuse_early_return
 
 
 def advise_setting(found: Sequence[Row], state: State, asked: Set[str] = frozenset()) -> str:
@@ -59,7 +59,7 @@ def main() -> None:
     result: dict[str, Any] = {"bare": [*bare.values()], "backends": []}
     for backend in find_backends(module):
         report = classify(backend)
-        found = reconcile_scatter([*check_backend(backend)], report.state)
+        found = excuse_early_return([*check_backend(backend)], report.state)
         result["backends"].append(
             {
                 "name": backend.__qualname__,

@@ -94,11 +94,11 @@ class Rig:
                     stack.enter_context(use_configuration(method.__globals__, Blank()))
             getattr(self.backend, ALLOC_GRAPH_BUFFERS)()
 
-    def tensor(self, values: Sequence[int | bool], dtype: torch.dtype) -> torch.Tensor:
+    def make_tensor(self, values: Sequence[int | bool], dtype: torch.dtype) -> torch.Tensor:
         """``values`` on the rig's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def batch(
+    def make_batch(
         self,
         mode: str,
         rows: int,
@@ -115,7 +115,7 @@ class Rig:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
         seqlens_dtype, prefix_dtype = dtypes
-        empty = self.tensor([], torch.int64)
+        empty = self.make_tensor([], torch.int64)
         batch = ForwardBatch(
             forward_mode=ForwardMode[mode],
             batch_size=rows,
@@ -126,12 +126,12 @@ class Rig:
             seq_lens_sum=0,
         )
         if mask is not None:
-            batch.mamba_track_mask = self.tensor(mask, torch.bool)
-            batch.mamba_track_indices = self.tensor([0] * len(mask), torch.int64)
+            batch.mamba_track_mask = self.make_tensor(mask, torch.bool)
+            batch.mamba_track_indices = self.make_tensor([0] * len(mask), torch.int64)
         if track_seqlens is not None:
-            batch.mamba_track_seqlens = self.tensor(track_seqlens, seqlens_dtype)
+            batch.mamba_track_seqlens = self.make_tensor(track_seqlens, seqlens_dtype)
         if prefix_lens is not None:
-            batch.extend_prefix_lens = self.tensor(prefix_lens, prefix_dtype)
+            batch.extend_prefix_lens = self.make_tensor(prefix_lens, prefix_dtype)
         return batch
 
     def refresh(
@@ -139,7 +139,7 @@ class Rig:
     ) -> torch.Tensor | None:
         """Run the class's own refresh on ``batch``; what it left in ``track_conv_indices``."""
         metadata = self.backend.sconv_metadata
-        metadata.query_start_loc = self.tensor(query_start_loc, torch.int32)
+        metadata.query_start_loc = self.make_tensor(query_start_loc, torch.int32)
         metadata.track_conv_indices = None
         method = getattr(self.backend, REFRESH)
         _, graph = list(inspect.signature(method).parameters.values())[:2]
@@ -150,7 +150,7 @@ class Rig:
         indices: torch.Tensor | None = metadata.track_conv_indices
         return indices
 
-    def reference(self, batch: Any) -> torch.Tensor:
+    def compute_reference(self, batch: Any) -> torch.Tensor:
         """What ``track_conv_indices_ref`` gives for ``batch`` and the last ``query_start_loc``."""
         prefix_lens = batch.extend_prefix_lens
         if prefix_lens is None:
@@ -169,8 +169,8 @@ def leaves_draft_extend_alone(cls: type) -> bool:
     """Whether a draft-extend capture keeps its ``mamba_track_indices``, and gets no indices."""
     try:
         rig = Rig(cls)
-        batch = rig.batch("DRAFT_EXTEND_V2", 2)
-        slots = batch.mamba_track_indices = rig.tensor([5, 6], torch.int64)
+        batch = rig.make_batch("DRAFT_EXTEND_V2", 2)
+        slots = batch.mamba_track_indices = rig.make_tensor([5, 6], torch.int64)
         indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
     except Exception:
         return False
@@ -223,7 +223,7 @@ def _describe(error: BaseException) -> str:
 def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> str:
     """Outcome of the refresh on a capture batch: two rows of four tokens, no tracking metadata."""
     rig = Rig(cls)
-    batch = rig.batch(mode, 2, prefix_lens=prefix_lens)
+    batch = rig.make_batch(mode, 2, prefix_lens=prefix_lens)
     before = dict(vars(batch))
     try:
         indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
@@ -239,7 +239,7 @@ def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> 
         raise _UnrecognisedError(
             f"{mode} capture: track fields are not inert (sets {_list(changed)})"
         )
-    if not torch.equal(indices, rig.reference(batch)):
+    if not torch.equal(indices, rig.compute_reference(batch)):
         raise _UnrecognisedError(
             f"{mode} capture: window is not the reference's: {indices.tolist()}"
         )
@@ -251,13 +251,13 @@ def _check_live(cls: type) -> None:
     mask, track_seqlens = [True, False, True], [192, 64, 400]
     for on_graph_path in (False, True):
         rig = Rig(cls)
-        batch = rig.batch(
+        batch = rig.make_batch(
             "EXTEND", 4, mask=mask, track_seqlens=track_seqlens, prefix_lens=[64, 128, 200]
         )
         hosts = (batch, rig.backend, rig.backend.sconv_metadata)
         before = [dict(vars(host)) for host in hosts]
         indices = rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
-        if indices is None or not torch.equal(indices, rig.reference(batch)):
+        if indices is None or not torch.equal(indices, rig.compute_reference(batch)):
             got = None if indices is None else indices.tolist()
             raise _UnrecognisedError(f"live batch: window is not the reference's: {got}")
         touched = {
@@ -270,7 +270,7 @@ def _check_live(cls: type) -> None:
             raise _UnrecognisedError(f"live batch: also sets {_list(touched)}")
     rig = Rig(cls)
     try:
-        batch = rig.batch("EXTEND", 3, mask=mask, track_seqlens=track_seqlens)
+        batch = rig.make_batch("EXTEND", 3, mask=mask, track_seqlens=track_seqlens)
         rig.refresh(batch, [0, 128, 168, 368], on_graph_path=False)
     except Exception:
         return
@@ -279,7 +279,7 @@ def _check_live(cls: type) -> None:
 
 def _refuses_unmasked(cls: type) -> bool:
     rig = Rig(cls)
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
     try:
         rig.refresh(batch, [0, 64], on_graph_path=True)
     except Exception:

@@ -1,4 +1,4 @@
-"""The contract as questions to a backend class and to the runners around it, on CPU tensors."""
+"""The contract as checks of a backend class and of the runners around it, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class Verdict(str, enum.Enum):
 
     HOLDS = "holds"
     LIMIT = "limit"
-    """Known, and harmless to what the server answers."""
+    """Not met, but no answer of the server is wrong for it: at most it costs time or acceptance."""
     BROKEN = "broken"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check's answer: what was asked, which upstream change it belongs to, what was seen.
-
-    ``fix`` is the one of ``INKLING_SCONV_FIXES`` that mends it, if any does.
-    """
+    """The outcome of one check."""
 
     asked: str
+    """The requirement."""
     change: str
+    """The upstream change, or the release, that introduced it; ``ours`` where upstream has none."""
     verdict: Verdict
     seen: str
+    """What the tree did, in one line."""
     fix: str = ""
+    """The one of ``INKLING_SCONV_FIXES`` that makes this check hold; empty if there is none."""
 
 
-class _BrokenError(Exception):
-    """What was seen is not what the contract asks for."""
+class _UnmetError(Exception):
+    """The tree does not meet the requirement; the message is what it did."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Check:
     asked: str
     change: str
     run: Callable[[type], str]
-    otherwise: Verdict
+    if_unmet: Verdict
     fix: str
 
 
@@ -59,22 +60,24 @@ _CHECKS: list[_Check] = []
 
 
 def _check(
-    asked: str, change: str, otherwise: Verdict = Verdict.BROKEN, *, fix: str = ""
+    asked: str, change: str, if_unmet: Verdict = Verdict.BROKEN, *, fix: str = ""
 ) -> Callable[[Callable[[type], str]], Callable[[type], str]]:
+    """Add the decorated function to the checks: it gets a backend, and returns what it saw."""
+
     def add(run: Callable[[type], str]) -> Callable[[type], str]:
-        _CHECKS.append(_Check(asked, change, run, otherwise, fix))
+        _CHECKS.append(_Check(asked, change, run, if_unmet, fix))
         return run
 
     return add
 
 
 def check_backend(backend: type) -> Iterator[Row]:
-    """Ask ``backend`` everything. A check that raises is broken; what is seen is the exception."""
+    """Run every check on ``backend``. A check that raises anything unexpected counts as broken."""
     for check in _CHECKS:
         try:
             seen, verdict = check.run(backend), Verdict.HOLDS
-        except _BrokenError as error:
-            seen, verdict = str(error), check.otherwise
+        except _UnmetError as error:
+            seen, verdict = str(error), check.if_unmet
         except Exception as error:
             seen, verdict = f"{type(error).__name__}: {error}", Verdict.BROKEN
         yield Row(check.asked, check.change, verdict, " ".join(seen.split()), check.fix)
@@ -82,11 +85,11 @@ def check_backend(backend: type) -> Iterator[Row]:
 
 def _require(condition: Any, seen: str) -> None:
     if not condition:
-        raise _BrokenError(seen)
+        raise _UnmetError(seen)
 
 
 def _capture(rig: Rig, mode: str, requests: int = 3) -> tuple[Any, torch.Tensor | None]:
-    batch = rig.batch(mode, requests)
+    batch = rig.make_batch(mode, requests)
     indices = rig.refresh(batch, [4 * r for r in range(requests + 1)], on_graph_path=True)
     return batch, indices
 
@@ -104,7 +107,7 @@ def _prefill_starts(backend: type) -> str:
 
 
 @_check("warm-up and capture on one batch agree", "#35042")
-def _second_call(backend: type) -> str:
+def _second_call_agrees(backend: type) -> str:
     for mode in GRAPH_MODES:
         rig = Rig(backend)
         batch, first = _capture(rig, mode)
@@ -122,7 +125,7 @@ TRACKING = "prefill graphs track under speculation"
 
 
 @_check(SCATTER, "#34043")
-def _scatter_recorded(backend: type) -> str:
+def _scatter_is_recorded(backend: type) -> str:
     batch, indices = _capture(Rig(backend), "EXTEND")
     _require(indices is not None, "no indices: the scatter drops out of the graph")
     mask = batch.mamba_track_mask
@@ -132,17 +135,24 @@ def _scatter_recorded(backend: type) -> str:
 
 
 @_check("a live batch without prefix lengths is refused", "#33023")
-def _live_refused(backend: type) -> str:
+def _live_batch_is_refused(backend: type) -> str:
+    indices = _refresh_without_prefix(backend, on_graph_path=False)
+    _require(isinstance(indices, str), f"passes, with a made-up prefix: {indices}")
+    return str(indices)
+
+
+def _refresh_without_prefix(backend: type, *, on_graph_path: bool) -> torch.Tensor | str | None:
+    """The indices of one tracked row without a prefix length, or ``raises ERROR``."""
     rig = Rig(backend)
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
     try:
-        indices = rig.refresh(batch, [0, 64], on_graph_path=False)
+        return rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
     except Exception as error:
         return f"raises {type(error).__name__}"
-    raise _BrokenError(f"passes, with a made-up prefix: {indices}")
 
 
-def _random_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
+def _make_live_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
+    """``count`` random batches, each with its ``query_start_loc``; the same ones every time."""
     draw = random.Random(0)
     for _ in range(count):
         requests = draw.randint(1, 8)
@@ -150,7 +160,7 @@ def _random_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
         starts = [0]
         for _ in range(requests):
             starts.append(starts[-1] + draw.randint(1, 300))
-        batch = rig.batch(
+        batch = rig.make_batch(
             "EXTEND",
             requests,
             mask=[draw.random() < 0.5 for _ in range(requests)],
@@ -164,77 +174,76 @@ def _random_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
         yield batch, starts
 
 
+def _refresh_tracked(
+    rig: Rig, requests: int, live: int | None = None, *, on_graph_path: bool = True
+) -> torch.Tensor:
+    """The indices of ``requests`` rows of 64 new tokens each; only ``live`` of them have lengths."""
+    live = requests if live is None else live
+    batch = rig.make_batch(
+        "EXTEND",
+        requests,
+        mask=[True] * requests,
+        track_seqlens=[64] * live,
+        prefix_lens=[0] * live,
+    )
+    starts = [64 * r for r in range(requests + 1)]
+    indices = rig.refresh(batch, starts, on_graph_path=on_graph_path)
+    if indices is None:
+        raise _UnmetError("no indices")
+    return indices
+
+
 @_check("the window is the reference's on random live batches", "#33023")
-def _window(backend: type) -> str:
+def _window_is_right(backend: type) -> str:
     rig = Rig(backend)
-    for number, (batch, starts) in enumerate(_random_batches(rig, 100)):
+    for number, (batch, starts) in enumerate(_make_live_batches(rig, 100)):
         for on_graph_path in (False, True):
             got = rig.refresh(batch, starts, on_graph_path=on_graph_path)
-            _require(got is not None, f"batch {number}: no indices")
-            assert got is not None
-            want = rig.reference(batch)
+            if got is None:
+                raise _UnmetError(f"batch {number}: no indices")
+            want = rig.compute_reference(batch)
             _require(torch.equal(got, want), f"batch {number}: {got.tolist()} not {want.tolist()}")
     return "200 of 200 equal, eager and on the graph path"
 
 
 @_check("every index is a row of the token buffer", "#33023")
-def _in_bounds(backend: type) -> str:
+def _indices_are_in_bounds(backend: type) -> str:
     rig = Rig(backend)
-    low, high = 0, -1
-    for batch, starts in _random_batches(rig, 100):
+    for batch, starts in _make_live_batches(rig, 100):
         got = rig.refresh(batch, starts, on_graph_path=True)
         if got is None:
-            raise _BrokenError("no indices")
-        low = min(low, int(got.min()))
-        high = max(high, int(got.max()) - starts[-1])
-        _require(low >= 0 and high < 0, f"{got.tolist()} in a buffer of {starts[-1]} tokens")
+            raise _UnmetError("no indices")
+        inside = int(got.min()) >= 0 and int(got.max()) < starts[-1]
+        _require(inside, f"{got.tolist()} in a buffer of {starts[-1]} tokens")
     return "100 of 100 batches in bounds"
 
 
 @_check("padded rows are zero, not the last step's", "#33023")
-def _padded_tail(backend: type) -> str:
+def _padded_rows_are_zero(backend: type) -> str:
     rig = Rig(backend)
-    full = {"mask": [True] * 4, "track_seqlens": [64] * 4, "prefix_lens": [0] * 4}
-    starts = [0, 64, 128, 192, 256]
-    rig.refresh(rig.batch("EXTEND", 4, **full), starts, on_graph_path=True)  # type: ignore[arg-type]
-    short = {"mask": [True] * 4, "track_seqlens": [64], "prefix_lens": [0]}
-    got = rig.refresh(rig.batch("EXTEND", 4, **short), starts, on_graph_path=True)  # type: ignore[arg-type]
-    _require(got is not None and not got[1:].any(), f"rows past the live one: {got}")
+    _refresh_tracked(rig, 4)
+    got = _refresh_tracked(rig, 4, live=1)
+    _require(not got[1:].any(), f"rows past the live one: {got}")
     return "3 of 3 padded rows zero"
 
 
 @_check("graphs find the indices at one address", "#33023")
-def _address(backend: type) -> str:
+def _address_is_fixed(backend: type) -> str:
     rig = Rig(backend)
-    found = set()
-    for requests in (2, 8, 1):
-        live = [64] * requests
-        batch = rig.batch(
-            "EXTEND",
-            requests,
-            mask=[True] * requests,
-            track_seqlens=live,
-            prefix_lens=[0] * requests,
-        )
-        got = rig.refresh(batch, [64 * r for r in range(requests + 1)], on_graph_path=True)
-        _require(got is not None, "no indices")
-        assert got is not None
-        found.add(got.data_ptr())
+    found = {_refresh_tracked(rig, requests).data_ptr() for requests in (2, 8, 1)}
     _require(len(found) == 1, f"{len(found)} addresses for 3 sizes")
     return "1 address for 3 sizes"
 
 
 @_check("nothing is read on the host", "#33023")
-def _no_sync(backend: type) -> str:
-    rig = Rig(backend, device="meta")
-    batch = rig.batch("EXTEND", 3, mask=[True] * 3, track_seqlens=[64] * 2, prefix_lens=[0] * 3)
+def _host_reads_nothing(backend: type) -> str:
     for on_graph_path in (False, True):
-        rig.refresh(batch, [0, 64, 128, 192], on_graph_path=on_graph_path)
+        _refresh_tracked(Rig(backend, device="meta"), 3, live=2, on_graph_path=on_graph_path)
     return "runs on meta tensors, where a read raises"
 
 
 @_check("draft-extend leaves mamba_track_indices alone", "0.5.22", Verdict.LIMIT)
-def _draft_extend_exempt(backend: type) -> str:
+def _draft_extend_is_exempt(backend: type) -> str:
     batch, _ = _capture(Rig(backend), "DRAFT_EXTEND_V2")
     _require(
         batch.mamba_track_indices is None,
@@ -244,30 +253,29 @@ def _draft_extend_exempt(backend: type) -> str:
 
 
 @_check("no prefix is made up for rows that may be tracked", "ours, rule 9", Verdict.LIMIT)
-def _refuses_unmasked(backend: type) -> str:
-    rig = Rig(backend)
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
-    try:
-        rig.refresh(batch, [0, 64], on_graph_path=True)
-    except Exception as error:
-        return f"raises {type(error).__name__}"
-    raise _BrokenError("a live mask on the graph path gets zeros; no known runner sends one")
+def _no_prefix_is_made_up(backend: type) -> str:
+    indices = _refresh_without_prefix(backend, on_graph_path=True)
+    _require(
+        isinstance(indices, str),
+        "a live mask on the graph path gets zeros; no known runner sends one",
+    )
+    return str(indices)
 
 
 @_check("a step with no tokens gives index 0", "ours, rule 10", Verdict.LIMIT)
-def _no_tokens(backend: type) -> str:
+def _no_tokens_give_zero(backend: type) -> str:
     rig = Rig(backend)
-    batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
     got = rig.refresh(batch, [0, 0], on_graph_path=True)
     _require(got is not None and not got.any(), f"{got if got is None else got.tolist()}")
     return "0"
 
 
-# The rest asks the runners around the class. Each is what one of fixes.py mends.
+# The checks below are about the runners around the class.
 
 
 @_check(TRACKING, "#34043", fix="prefill-tracking")
-def _tracks_under_speculation(backend: type) -> str:
+def _prefill_tracks_under_speculation(backend: type) -> str:
     module = importlib.import_module(names.PREFILL_RUNNER_MODULE)
     _require(
         runners.tracks_conv_windows(module, speculative=False), "the prefill runner never tracks"
@@ -280,7 +288,7 @@ def _tracks_under_speculation(backend: type) -> str:
 
 
 @_check("no stale track row is left past the live batch", "#34184", fix="prefill-rows")
-def _stale_rows(backend: type) -> str:
+def _prefill_rows_are_fresh(backend: type) -> str:
     stale = runners.leaves_stale_rows(importlib.import_module(names.PREFILL_RUNNER_MODULE))
     _require(not stale, "after a batch of three, one of one still tracks rows past its own")
     return "after a batch of three, one of one tracks its own row only"
@@ -292,8 +300,8 @@ def _stale_rows(backend: type) -> str:
     Verdict.LIMIT,
     fix="draft-checkpoint",
 )
-def _draft_checkpoints_kept(backend: type) -> str:
-    dropped = _asked_of_the_draft(runners.drops_draft_checkpoints, names.DRAFT_EXTEND_RUNNER_MODULE)
+def _draft_checkpoints_are_kept(backend: type) -> str:
+    dropped = _ask_draft(runners.drops_draft_checkpoints, names.DRAFT_EXTEND_RUNNER_MODULE)
     _require(not dropped, "a capture has no slots for them; after a hit the draft starts cold")
     return "a capture has slots for them"
 
@@ -304,8 +312,8 @@ def _draft_checkpoints_kept(backend: type) -> str:
     Verdict.LIMIT,
     fix="draft-window",
 )
-def _draft_window(backend: type) -> str:
-    wrong = _asked_of_the_draft(runners.misplaces_draft_checkpoints, names.SHORT_CONVOLUTION_MODULE)
+def _draft_window_is_right(backend: type) -> str:
+    wrong = _ask_draft(runners.misplaces_draft_checkpoints, names.SHORT_CONVOLUTION_MODULE)
     _require(not wrong, "it is another window; after a hit the draft may propose other tokens")
     return "it is, with and without front rows"
 
@@ -316,30 +324,31 @@ def _draft_window(backend: type) -> str:
     Verdict.LIMIT,
     fix="draft-state",
 )
-def _draft_state_kept(backend: type) -> str:
-    again = _asked_of_the_draft(runners.clears_draft_states_again, names.DRAFT_WORKER_MODULE)
+def _draft_state_is_cleared_once(backend: type) -> str:
+    again = _ask_draft(runners.clears_draft_states_again, names.DRAFT_WORKER_MODULE)
     _require(not again, "each draft-extend does it again; without front rows the draft reads it")
     return "by the prefill"
 
 
-def _asked_of_the_draft(question: Callable[[ModuleType], bool], name: str) -> bool:
-    # What the draft proposes changes no answer, so a draft that cannot be asked is no breakage.
+def _ask_draft(question: Callable[[ModuleType], bool], name: str) -> bool:
+    # The draft's proposals change no answer, so failing to ask is a limit as well.
     try:
         return question(importlib.import_module(name))
     except Exception as error:
-        raise _BrokenError(f"could not be asked: {type(error).__name__}: {error}") from error
+        raise _UnmetError(f"could not be asked: {type(error).__name__}: {error}") from error
 
 
-def reconcile_scatter(found: Sequence[Row], state: State) -> list[Row]:
-    """The rows of a backend in ``state``, with the scatter's as its runner makes it.
+def excuse_early_return(found: Sequence[Row], state: State) -> list[Row]:
+    """Turn the scatter's row of an untracked backend into a limit if its runner tracks.
 
-    Where the runner's captures bring track metadata, what an untracked method does without it
-    reaches no graph.
+    An untracked refresh returns early from a capture without track metadata, and that graph then
+    records no checkpoint scatter. A prefill runner that tracks puts the metadata into each of its
+    captures, so no graph takes the early return.
     """
     tracks = any(row.asked == TRACKING and row.verdict is Verdict.HOLDS for row in found)
     if not (state is State.UNTRACKED and tracks):
         return list(found)
-    seen = "the runner's captures bring metadata; without it there are no indices"
+    seen = "no indices without track metadata; the runner puts it into every capture"
     return [
         replace(row, verdict=Verdict.LIMIT, seen=seen)
         if row.asked == SCATTER and row.verdict is Verdict.BROKEN

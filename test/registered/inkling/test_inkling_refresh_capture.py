@@ -110,7 +110,7 @@ class Captured:
         ).bfloat16()
         zeros = [0] * rows
         fields = {"mask": [False] * rows, "track_seqlens": zeros, "prefix_lens": zeros}
-        self.batch = self.rig.batch(
+        self.batch = self.rig.make_batch(
             mode, rows, **(fields if tracked else {}), dtypes=(torch.int64, torch.int64)
         )
         self.starts = torch.tensor(
@@ -251,7 +251,7 @@ class TestRefreshCapture(unittest.TestCase):
         for name, subject in subjects().items():
             with self.subTest(name), self.assertRaises((RuntimeError, AttributeError)):
                 rig = Rig(subject.cls, device="cuda")
-                batch = rig.batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+                batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
                 rig.refresh(batch, [0, 64], on_graph_path=False)
 
 

@@ -1,6 +1,6 @@
-"""``python -m inkling_sconv``: what this installation does to the SGLang beside it.
+"""``python -m inkling_sconv``: what the plugin does to the SGLang that this Python imports.
 
-One line for the method, and one for each fix of what is around it.
+It prints the lines that a server would log: one for the backend and one for each fix applied.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import importlib
 import importlib.util
 import logging
 import sys
+import warnings
 
 from inkling_sconv import __version__
 from inkling_sconv.names import BACKEND_MODULE, PLUGIN, PLUGIN_GROUP
 
 
 def main() -> int:
-    """Load SGLang's plugins, import its Inkling backend, print what the plugin says of it.
+    """Load SGLang's plugins and its Inkling backend, and print what the plugin logs.
 
-    Returns 0 if the plugin was asked; 1 if it never will be, with the reason on stderr.
+    Returns:
+        0 if the plugin was loaded or has nothing to do; 1 if a server would not load it. The reason
+        is then on stderr.
     """
+    # SGLang's own, about what this machine lacks.
+    warnings.simplefilter("ignore")
     try:
         reason = _why_unreachable()
         if reason is None:
@@ -39,7 +44,7 @@ def main() -> int:
     except ImportError as error:
         reason = f"SGLang does not import: {error}."
     except Exception as error:
-        # What is installed beside it may be too new, or too old.
+        # SGLang runs code of its dependencies, which may be too new or too old, as it is imported.
         what = f"{type(error).__name__}: {error}"
         reason = f"SGLang does not import: {what}; install the versions that it pins."
     if reason is None:
@@ -49,7 +54,7 @@ def main() -> int:
 
 
 def _import_runners() -> None:
-    """Import what fixes wait for: some of it a server imports when it speculates."""
+    """Import the modules that fixes wait for: a server imports some only when it speculates."""
     from inkling_sconv.plugin.fixes import FIXES
 
     for fix in FIXES:
@@ -58,16 +63,13 @@ def _import_runners() -> None:
 
 
 def _why_unreachable() -> str | None:
-    """Why SGLang would never call ``register()`` here; None if it will."""
+    """Say why SGLang would never call ``register()`` here. None if it would."""
     from inkling_sconv.plugin import settings
 
     if importlib.util.find_spec("sglang") is None:
         return f"SGLang is not installed for {sys.executable}; install it there."
-    group = PLUGIN_GROUP
-    if importlib.util.find_spec("sglang.srt") is None or importlib.util.find_spec(group) is None:
-        return (
-            f"this SGLang is older than the plugin door ({group}); upgrade it to 0.5.17 or newer."
-        )
+    if None in map(importlib.util.find_spec, ("sglang.srt", PLUGIN_GROUP)):
+        return f"this SGLang has no plugins ({PLUGIN_GROUP}); upgrade it to 0.5.17 or newer."
     if not settings.is_installed():
         return "the entry point is missing; install the package with pip."
     if not settings.is_allowed():
@@ -76,7 +78,7 @@ def _why_unreachable() -> str | None:
 
 
 def command() -> None:
-    """``inkling-sconv``, or the line that says what it needs."""
+    """Run ``inkling-sconv``, or say what to install for it."""
     try:
         from inkling_sconv.cli import app
 

@@ -1,8 +1,8 @@
 """Everything that runs in a server process. SGLang's ``load_plugins()`` calls ``register``.
 
-``register`` only waits: it imports nothing of SGLang before SGLang imports its Inkling backend
-itself. Then ``graft`` runs the backend once on CPU tensors and decides, and ``fixes`` looks at what
-is around it.
+``register`` imports nothing of SGLang. It waits until SGLang imports its Inkling backend. Then
+``graft`` runs the backend once on CPU tensors and replaces its refresh if it has to, and ``fixes``
+does the same for the runners around it.
 """
 
 from __future__ import annotations

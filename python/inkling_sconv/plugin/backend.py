@@ -1,9 +1,10 @@
-"""The refresh of Inkling's tracked conv windows, with its whole contract.
+"""Our refresh of the tracked conv windows, which keeps all rules of docs/contract.md.
 
-``InklingSconvBackend`` is not instantiated: ``graft.py`` puts its methods on SGLang's own Inkling
-backend. They rely on four attributes of that host: ``sconv_metadata``, ``conv_state_len``,
-``mamba_cache_chunk_size`` and ``_graph_track_conv_indices``, its ``[max_rows, conv_state_len]``
-int64 buffer that captured kernels read.
+``graft.py`` puts the methods of ``InklingSconvBackend`` on SGLang's own Inkling backend, the host
+below; the class is never instantiated. The methods use four attributes of the host:
+``sconv_metadata``, ``conv_state_len``, ``mamba_cache_chunk_size`` and
+``_graph_track_conv_indices``, the ``[max_rows, conv_state_len]`` int64 buffer that captured kernels
+read.
 """
 
 from __future__ import annotations
@@ -22,21 +23,19 @@ class TrackContractError(RuntimeError):
 
 
 class InertTracking:
-    """Track fields of a batch that tracks nothing, ``[max_rows]``: mask False, the others 0.
+    """Track fields for a batch that tracks nothing, ``[max_rows]`` each: mask False, the others 0.
 
-    A capture without tracking metadata points the batch at slices of these, so that the checkpoint
-    scatter is recorded and writes nothing until a replay brings a live mask. They are filled once,
-    here, and only ever read.
+    A capture without track metadata gets slices of these. So the graph records the checkpoint
+    scatter, which writes nothing until a replay brings a live mask. They are written once, here.
     """
 
-    # Keyed by storage address. Weak, so that an address which is freed and given out again does not
-    # stay on the list.
+    # Keyed by storage address. Weak, because a freed address may be given to another tensor.
     _instances: ClassVar[weakref.WeakValueDictionary[int, InertTracking]] = (
         weakref.WeakValueDictionary()
     )
 
     def __init__(self, max_rows: int, device: torch.device, host_mask: torch.Tensor | None = None):
-        """``host_mask`` is the host's own inert mask, if it has one: it is known as inert too."""
+        """``host_mask`` is the host's own inert mask, if it has one: ``owns`` knows it as well."""
         self.mask = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self.indices = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.seqlens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -46,23 +45,25 @@ class InertTracking:
                 self._instances[mask.untyped_storage().data_ptr()] = self
 
     def fill(self, forward_batch: Any, rows: int) -> None:
-        """Point the three track fields of ``forward_batch`` at ``rows`` inert entries."""
+        """Set the three track fields of ``forward_batch`` to the first ``rows`` inert entries."""
         forward_batch.mamba_track_mask = self.mask[:rows]
         forward_batch.mamba_track_indices = self.indices[:rows]
         forward_batch.mamba_track_seqlens = self.seqlens[:rows]
 
     @classmethod
     def owns(cls, mask: torch.Tensor) -> bool:
-        """Whether ``mask`` is a view of any instance's mask. Compares addresses, reads no value."""
+        """Whether ``mask`` is a view of an inert mask of any instance. Compares addresses only."""
         return mask.untyped_storage().data_ptr() in cls._instances
 
 
 class InklingSconvBackend:
-    """What this package puts on SGLang's Inkling short-conv backend."""
+    """The methods that go on SGLang's Inkling short-conv backend."""
 
     def _alloc_inert_tracking(self: Any, exempt_draft_extend: bool = True) -> None:
-        """Allocate the inert track fields. Runs right after the host's ``_alloc_graph_buffers``,
-        so before any capture. ``exempt_draft_extend``: see ``_refresh_track_conv_indices``."""
+        """Allocate the inert track fields, right after the host's ``_alloc_graph_buffers``.
+
+        ``exempt_draft_extend``: whether draft-extend captures are left alone.
+        """
         self._inkling_sconv_exempt_draft_extend = exempt_draft_extend
         buffer = getattr(self, STATIC_INDICES)
         self._inkling_sconv_inert = InertTracking(
@@ -73,10 +74,10 @@ class InklingSconvBackend:
         """Set this step's ``sconv_metadata.track_conv_indices``: ``[rows, window]`` int64, or None.
 
         ``rows`` is ``forward_batch.batch_size``. On the graph path the result is a slice of the
-        host's static buffer, and a batch with no tracking metadata gets inert fields; but not in
-        draft-extend, where it gets no indices and keeps its fields: what a draft checkpoints, its
-        convolutions decide for themselves, from ``mamba_track_indices``. Calling it twice on one
-        batch gives the same result. It never synchronises with the device.
+        host's static buffer, and a batch without track metadata gets inert fields. Draft-extend is
+        exempt from that: such a batch gets no indices and keeps its fields, because the draft's
+        convolutions read from ``mamba_track_indices`` what to checkpoint. A second call on the same
+        batch gives the same result. No call synchronises with the device.
 
         Raises:
             TrackContractError: more rows than the static buffer holds; a track mask without
@@ -118,8 +119,8 @@ class InklingSconvBackend:
             )
         prefix_lens = forward_batch.extend_prefix_lens
         if prefix_lens is None and on_graph_path:
-            # A capture batch is built without prefix lengths; where no row is tracked, any prefix
-            # that keeps the indices in bounds will do, and zeros need no tensor.
+            # Capture batches have no prefix lengths. As no row is tracked, any prefix will do that
+            # keeps the indices in bounds; zeros need no tensor.
             if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):
                 raise _contract_error(
                     "extend_prefix_lens",
@@ -153,7 +154,7 @@ def _is_exempt(host: Any, forward_batch: Any) -> bool:
 def _inert_tracking(host: Any, forward_batch: Any) -> InertTracking:
     inert: InertTracking | None = getattr(host, "_inkling_sconv_inert", None)
     if inert is None:
-        # Allocating here could be inside a capture.
+        # This may be inside a capture, where it is too late to allocate.
         raise _contract_error(
             "mamba_track_mask",
             forward_batch,

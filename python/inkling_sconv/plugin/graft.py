@@ -1,7 +1,7 @@
-"""Putting our refresh on SGLang's Inkling backend, where that cures something.
+"""Putting our refresh on SGLang's Inkling backend, where the tree and the settings call for it.
 
-A class is run before the decision and after the replacement. Where ours does not hold, the old
-methods are put back. Whatever goes wrong here is logged, and SGLang's import goes on.
+The class is run before the decision and again after the replacement. If our refresh fails there,
+the original methods are restored. Every error is logged, and SGLang's import goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from inkling_sconv.names import (
     DRAFT_EXTEND_VARIABLE,
     MODE_VARIABLE,
     PLUGIN,
+    PLUGINS_VARIABLE,
     REFRESH,
 )
 from inkling_sconv.plugin.settings import (
@@ -32,9 +33,9 @@ from inkling_sconv.plugin.settings import (
 
 
 def inspect_backends(module: ModuleType) -> None:
-    """Replace the refresh of every backend class in ``module`` that needs it, then wait for fixes.
+    """Replace the refresh of each class in ``module`` that needs it, then install the fixes.
 
-    Never raises: an exception here would propagate into SGLang's own import.
+    Never raises: an exception would propagate into SGLang's own import.
     """
     try:
         mode = read_mode()
@@ -46,21 +47,21 @@ def inspect_backends(module: ModuleType) -> None:
 
         backends = find_backends(module)
         if not backends:
-            log(logging.WARNING, f"no class in {module.__name__} has {REFRESH}; left alone.")
+            log(logging.WARNING, f"no class in {module.__name__} defines {REFRESH}; left alone.")
             return
         states = {_treat(backend, mode) for backend in backends}
         install_fixes(backends, {state.value for state in states})
     except Exception as error:
         log(
             logging.ERROR,
-            f"could not look at {module.__name__} ({describe_error(error)}); left alone.",
+            f"could not inspect {module.__name__} ({describe_error(error)}); left alone.",
         )
 
 
 def _treat(backend: type, mode: Mode) -> Any:
-    """Replace the refresh of ``backend`` if ``mode`` and its state ask for it, and log one line.
+    """Replace the refresh of ``backend`` if its state and ``mode`` call for it, and log one line.
 
-    Returns the state in which it was found.
+    Returns its ``State`` before that.
     """
     from inkling_sconv.probe.backend import State, classify
 
@@ -70,8 +71,8 @@ def _treat(backend: type, mode: Mode) -> Any:
     if (foreign := _describe_foreign_hook(backend)) is not None:
         log(
             logging.WARNING,
-            f"{backend.__qualname__}.{foreign}; left alone. Keep the other plugin out with "
-            "SGLANG_PLUGINS to let this one decide.",
+            f"{backend.__qualname__}.{foreign}; left alone. To let this plugin decide, leave the "
+            f"other one out of {PLUGINS_VARIABLE}.",
         )
         return report.state
     found = f"{backend.__qualname__} is {report.state.value} ({report.why})"
@@ -90,7 +91,7 @@ def _treat(backend: type, mode: Mode) -> Any:
     elif report.state is State.UNTRACKED:
         log(
             logging.INFO,
-            f"{found}: starts; its tracking needs more than this method; left alone.",
+            f"{found}: starts; this method alone would not fix its tracking; left alone.",
         )
     else:
         log(
@@ -101,7 +102,7 @@ def _treat(backend: type, mode: Mode) -> Any:
 
 
 def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
-    """Put our methods on ``backend``; take them off again if they do not hold there."""
+    """Put our methods on ``backend``, and restore its own if ours fail there."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     from inkling_sconv.plugin.backend import InklingSconvBackend
@@ -115,7 +116,7 @@ def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
         InklingSconvBackend._alloc_inert_tracking(instance, exempt_draft_extend=exempt)
 
     exempt = _exempts_draft_extend(must_exempt)
-    # Not through the registry: it walks every loaded module for each target, 30 ms a time.
+    # Not through the registry, which walks every loaded module for each target: 30 ms.
     wrapt.wrap_function_wrapper(backend, ALLOC_GRAPH_BUFFERS, alloc)
     HookRegistry.register(
         _target(backend, REFRESH),
@@ -125,7 +126,7 @@ def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
     )
     HookRegistry.apply_hooks()
 
-    # The registry logs what goes wrong, and skips a target that it patched before.
+    # The registry only logs its errors, and silently skips a target that it patched before.
     report = classify(backend)
     if report.state is State.GRAFTED:
         log(
@@ -141,14 +142,15 @@ def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
             delattr(backend, name)
     log(
         logging.ERROR,
-        f"{found}: our {REFRESH} does not hold here ({report.why}); taken back.",
+        f"{found}: our {REFRESH} fails here ({report.why}); the original is restored.",
     )
 
 
 def _exempts_draft_extend(must: bool) -> bool:
-    """Whether our refresh leaves draft-extend alone.
+    """Whether our refresh is to leave draft-extend alone.
 
-    ``must``: the runner stages the draft's checkpoint slots, and inert ones would overwrite them.
+    ``must``: it has to, as the runner stages the draft's checkpoint slots and inert fields would
+    overwrite them.
     """
     form = read_draft_extend()
     if form is DraftExtend.INERT and must:
@@ -157,18 +159,18 @@ def _exempts_draft_extend(must: bool) -> bool:
 
 
 def _describe_foreign_hook(backend: type) -> str | None:
-    """``METHOD is already hooked by WHOM`` for a method of ours that another plugin has changed."""
+    """Return ``METHOD is already hooked by WHOM`` if another plugin changed a method we replace."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     own_globals = vars(sys.modules[backend.__module__])
-    # The registry has no public way to ask what is registered.
+    # The registry has no public way to list its hooks.
     registered = getattr(HookRegistry, "_hooks", {})
     for name in (REFRESH, ALLOC_GRAPH_BUFFERS):
         for _, hook, source in registered.get(_target(backend, name), ()):
             who = f"plugin {source.plugin_name}" if source else _describe_function(hook)
             return f"{name} is already hooked by {who}"
         method = vars(backend).get(name)
-        # By type, not isinstance: proxies pretend to be functions.
+        # By type, as a proxy passes for a function with isinstance.
         if method is not None and not (
             type(method) is FunctionType and method.__globals__ is own_globals
         ):

@@ -1,4 +1,4 @@
-"""What the environment asks of the plugin, and whether SGLang loads it at all."""
+"""The plugin's environment variables, and whether SGLang loads the plugin at all."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ logger = logging.getLogger("inkling_sconv")
 
 
 class Mode(str, enum.Enum):
-    """Values of ``INKLING_SCONV``: on which states the plugin replaces the refresh."""
+    """Values of ``INKLING_SCONV``: which backend classes get our refresh."""
 
     AUTO = "auto"
-    """On crashing classes."""
+    """Crashing ones."""
     FAST = "fast"
-    """On every recognised class, for speed."""
+    """Every recognised one, for speed."""
     FORCE = "force"
-    """On every class where our refresh fits, recognised or not, except exempt ones."""
+    """All but exempt ones, recognised or not, if our refresh works there."""
     OFF = "off"
-    """On none; and no fix is applied."""
+    """No class, and no fix is applied."""
 
 
 class DraftExtend(str, enum.Enum):
     """Values of ``INKLING_SCONV_DRAFT_EXTEND``: what our refresh does in draft-extend captures."""
 
     EXEMPT = "exempt"
-    """Leaves the batch alone, as SGLang does since 0.5.22."""
+    """Leave the batch alone, as SGLang does since 0.5.22."""
     INERT = "inert"
-    """Fills inert track fields, as SGLang 0.5.18 - 0.5.21 do."""
+    """Fill inert track fields, as SGLang 0.5.18 - 0.5.21 do."""
 
 
 _Choice = TypeVar("_Choice", Mode, DraftExtend)
 
 
 def read_mode() -> Mode:
-    """The mode that the environment asks for; ``auto``, with a warning, for an unknown value."""
+    """Read ``INKLING_SCONV``. An unknown value gives a warning and ``auto``."""
     return _read_choice(MODE_VARIABLE, Mode.AUTO)
 
 
 def read_draft_extend() -> DraftExtend:
-    """The form of draft-extend; ``exempt``, with a warning, for an unknown value."""
+    """Read ``INKLING_SCONV_DRAFT_EXTEND``. An unknown value gives a warning and ``exempt``."""
     return _read_choice(DRAFT_EXTEND_VARIABLE, DraftExtend.EXEMPT)
 
 
 def read_fix_names() -> set[str] | None:
-    """The names in ``INKLING_SCONV_FIXES``, known or not; None where it is unset or empty.
+    """Read the names in ``INKLING_SCONV_FIXES``, known or not.
 
-    ``none`` is the empty set.
+    Returns:
+        None if the variable is unset or empty; the empty set if it says ``none``.
     """
     value = os.environ.get(FIXES_VARIABLE, "").strip()
     if not value:
@@ -68,12 +69,12 @@ def read_fix_names() -> set[str] | None:
 
 
 def is_installed() -> bool:
-    """Whether SGLang finds our entry point."""
+    """Whether this Python finds our entry point for SGLang's plugins."""
     return PLUGIN in {entry.name for entry in entry_points(group=PLUGIN_GROUP)}
 
 
 def is_allowed() -> bool:
-    """Whether ``SGLANG_PLUGINS``, where it is set, lists us."""
+    """Whether ``SGLANG_PLUGINS`` is unset, or lists this plugin."""
     names = {name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",")} - {""}
     return not names or PLUGIN in names
 
@@ -84,12 +85,12 @@ def log(level: int, message: str) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """``TYPE: MESSAGE``, as the last line of a traceback has it."""
+    """Return ``TYPE: MESSAGE``, like the last line of a traceback."""
     return f"{type(error).__name__}: {error}"
 
 
 def _read_choice(variable: str, default: _Choice) -> _Choice:
-    """The member of ``default``'s enum that ``variable`` names."""
+    """Read ``variable`` as a member of ``default``'s enum."""
     choices = type(default)
     value = os.environ.get(variable, "").strip().lower() or default.value
     try:

@@ -1,4 +1,4 @@
 """What an SGLang tree does, found by running its own classes on CPU tensors.
 
-No version is compared anywhere.
+Nothing here looks at a version: what counts is what the code does.
 """

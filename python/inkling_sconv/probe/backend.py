@@ -1,7 +1,7 @@
 """What an Inkling backend does, found by running it on CPU tensors.
 
-The class is driven without a model runner: an instance made by ``object.__new__``, its own
-``_alloc_graph_buffers``, real ``ForwardBatch`` objects. No version is compared anywhere.
+The class runs without a model runner: on an instance made by ``object.__new__``, with the buffers
+of its own ``_alloc_graph_buffers``, and with real ``ForwardBatch`` objects.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ class State(str, enum.Enum):
     EXEMPT = "exempt"
     """Gives inert indices to prefill; leaves draft-extend alone."""
     GRAFTED = "grafted"
-    """Our method: exempt or guarded, and invents no prefix for rows that may be tracked."""
+    """Has our method: as exempt or guarded, and makes up no prefix for rows that may be tracked."""
     UNKNOWN = "unknown"
-    """None of these."""
+    """Does something else, or cannot be run."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """``state``, the one line that says why, and what a draft-extend capture did."""
+    """The state of a class."""
 
     state: State
     why: str
+    """The outcome that decided it, in one line."""
     capture: str
+    """What a draft-extend capture did; empty if it could not be tried."""
 
 
 def find_backends(module: ModuleType) -> list[type]:
@@ -62,10 +64,14 @@ def find_backends(module: ModuleType) -> list[type]:
 
 
 class Rig:
-    """One backend instance on a device, with its graph buffers allocated, and no model runner.
+    """One backend instance with allocated graph buffers, and without a model runner.
 
-    ``max_rows`` bounds the static buffers, ``window`` is ``conv_kernel - 1``, ``chunk_size`` is
-    ``mamba_cache_chunk_size`` in tokens.
+    Args:
+        cls: the backend class.
+        max_rows: requests that the static buffers hold.
+        window: rows of one conv state (``conv_kernel - 1``).
+        chunk_size: ``mamba_cache_chunk_size``, in tokens.
+        device: where all tensors live.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Rig:
             getattr(self.backend, ALLOC_GRAPH_BUFFERS)()
 
     def make_tensor(self, values: Sequence[int | bool], dtype: torch.dtype) -> torch.Tensor:
-        """``values`` on the rig's device."""
+        """A tensor of ``values`` on the rig's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def make_batch(
@@ -110,7 +116,8 @@ class Rig:
     ) -> Any:
         """A real ``ForwardBatch`` of ``rows`` requests in the ``ForwardMode`` named ``mode``.
 
-        ``dtypes`` are those of ``track_seqlens`` and ``prefix_lens``. What is None stays None.
+        ``dtypes`` are those of ``track_seqlens`` and ``prefix_lens``. A field that is not given
+        stays None.
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -137,7 +144,11 @@ class Rig:
     def refresh(
         self, batch: Any, query_start_loc: Sequence[int], *, on_graph_path: bool
     ) -> torch.Tensor | None:
-        """Run the class's own refresh on ``batch``; what it left in ``track_conv_indices``."""
+        """Run the class's own refresh on ``batch`` and return its ``track_conv_indices``.
+
+        ``query_start_loc``: cumulative query lengths, ``[rows + 1]``, in tokens. The result is
+        ``[rows, window]``, or None.
+        """
         metadata = self.backend.sconv_metadata
         metadata.query_start_loc = self.make_tensor(query_start_loc, torch.int32)
         metadata.track_conv_indices = None
@@ -151,7 +162,7 @@ class Rig:
         return indices
 
     def compute_reference(self, batch: Any) -> torch.Tensor:
-        """What ``track_conv_indices_ref`` gives for ``batch`` and the last ``query_start_loc``."""
+        """The indices that ``batch`` should get, from the last refresh's ``query_start_loc``."""
         prefix_lens = batch.extend_prefix_lens
         if prefix_lens is None:
             prefix_lens = torch.zeros_like(batch.mamba_track_seqlens)
@@ -166,7 +177,7 @@ class Rig:
 
 
 def leaves_draft_extend_alone(cls: type) -> bool:
-    """Whether a draft-extend capture keeps its ``mamba_track_indices``, and gets no indices."""
+    """Whether a draft-extend capture keeps its ``mamba_track_indices`` and gets no indices."""
     try:
         rig = Rig(cls)
         batch = rig.make_batch("DRAFT_EXTEND_V2", 2)
@@ -178,11 +189,11 @@ def leaves_draft_extend_alone(cls: type) -> bool:
 
 
 class _UnrecognisedError(Exception):
-    """The class does something that none of the known states does."""
+    """The class does something that no known state does."""
 
 
 def classify(cls: type) -> Report:
-    """Drive ``cls`` and name its state. Never raises: what cannot be driven is ``unknown``."""
+    """Run ``cls`` and name its state. Never raises: a class that cannot be run is ``unknown``."""
     capture = ""
     try:
         capture, prefill = _capture(cls, "DRAFT_EXTEND_V2"), _capture(cls, "EXTEND")
@@ -221,7 +232,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> str:
-    """Outcome of the refresh on a capture batch: two rows of four tokens, no tracking metadata."""
+    """Run a capture of two rows of four tokens without track metadata, and name the outcome."""
     rig = Rig(cls)
     batch = rig.make_batch(mode, 2, prefix_lens=prefix_lens)
     before = dict(vars(batch))
@@ -247,7 +258,7 @@ def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> 
 
 
 def _check_live(cls: type) -> None:
-    """A live batch gets the reference's window, nothing else is touched, no prefix is invented."""
+    """Require the right window for a live batch, no other change, and an error without a prefix."""
     mask, track_seqlens = [True, False, True], [192, 64, 400]
     for on_graph_path in (False, True):
         rig = Rig(cls)

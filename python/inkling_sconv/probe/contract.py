@@ -177,7 +177,7 @@ def _make_live_batches(rig: Rig, count: int) -> Iterator[tuple[Any, list[int]]]:
 def _refresh_tracked(
     rig: Rig, requests: int, live: int | None = None, *, on_graph_path: bool = True
 ) -> torch.Tensor:
-    """The indices of ``requests`` rows of 64 new tokens each; only ``live`` of them have lengths."""
+    """Refresh ``requests`` tracked rows of 64 new tokens each; only ``live`` rows have lengths."""
     live = requests if live is None else live
     batch = rig.make_batch(
         "EXTEND",

@@ -1,4 +1,4 @@
-"""Stand-ins for everything that a driven method reads and a test of it does not care about."""
+"""Stand-ins for the objects that a method of SGLang reads while it is run on its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from inkling_sconv.names import CONFIG_MODULES
 # A dataclass: SGLang copies some of what it stands for with dataclasses.replace.
 @dataclasses.dataclass(init=False)
 class Blank:
-    """False, neither smaller nor larger than anything; its attributes, items and calls are blank.
+    """An object without content, or a configuration in which nothing is set.
 
-    Also a configuration in which nothing is set.
+    It is false, and no comparison with it holds. Its attributes, items and results are blank too.
     """
 
     def __init__(self, *_: Any, **__: Any):
@@ -53,9 +53,10 @@ class Stub(Blank):
 
 
 class AllOn:
-    """A configuration in which every switch is on, except ``disable...`` and those that are given.
+    """A configuration in which every switch is on, but for ``disable...`` and the ``given`` ones.
 
-    A given bool is also callable, as SGLang has properties and methods of one name.
+    A given bool becomes a method that returns it. Other switches work as a property and as a
+    method, since releases differ in that.
     """
 
     def __init__(self, **given: Any):
@@ -75,9 +76,9 @@ class AllOn:
 
 @contextlib.contextmanager
 def use_configuration(namespace: dict[str, Any], configuration: Any) -> Iterator[None]:
-    """For its duration, every configuration that the code of ``namespace`` reads is this one.
+    """Give ``configuration`` to all code of ``namespace`` that asks SGLang for one.
 
-    ``namespace`` is a module's ``vars()`` or a function's ``__globals__``.
+    ``namespace`` is a module's ``vars()`` or a function's ``__globals__``. It is restored on exit.
     """
     saved = {
         name: value
@@ -92,9 +93,9 @@ def use_configuration(namespace: dict[str, Any], configuration: Any) -> Iterator
 
 
 def make_instance(cls: type, method: str, **given: Any) -> Any:
-    """An instance of ``cls``, made without ``__init__``, on which only ``method`` is real.
+    """Make an instance of ``cls``, without ``__init__``, on which only ``method`` is real.
 
-    ``given`` are its attributes. Every other attribute, inherited ones too, is blank.
+    ``given`` are its attributes. All others are blank, inherited ones included.
     """
     names: dict[str, Any] = {
         name: Blank()

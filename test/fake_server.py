@@ -32,7 +32,6 @@ from typing import Any
 
 import fake_trace
 
-COMMAND = (sys.executable, "-S", __file__)
 VOCABULARY = 500
 PAGE = 128
 RUNNING = 8
@@ -255,6 +254,32 @@ def start_scheduler() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# --- for tests ------------------------------------------------------------------------------------
+
+COMMAND = (sys.executable, "-S", __file__)
+
+
+def make_server(folder: Path, marker: str = "X", fault: str = "healthy", **options: Any) -> Any:
+    """A ``Server`` of this file, with its log in ``folder`` and ``marker`` in its environment."""
+    from inkling_sconv.proof.server import Server
+
+    options = {"start_seconds": 30, "request_seconds": 30, "command": COMMAND, **options}
+    arguments = options.pop("arguments", ())
+    environment = {"FAKE_SERVER": fault, marker: "1"}
+    return Server(folder, arguments, folder / "log", environment=environment, **options)
+
+
+def find_marked(marker: str) -> list[str]:
+    """The processes with ``marker`` in their environment, without zombies."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # An ended process has no environment to read, and may be gone altogether.
+        with contextlib.suppress(OSError):
+            if marker.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
 
 
 # --- the process ---------------------------------------------------------------------------------

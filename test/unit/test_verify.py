@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,23 +33,12 @@ FLOATS = verify.PROMPTS * verify.NEW_TOKENS
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def find_marked(marker: str) -> list[str]:
-    """The processes with ``marker`` in their environment, without zombies."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        # An ended process has no environment to read, and may be gone altogether.
-        with contextlib.suppress(OSError):
-            if marker.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
-
-
 @pytest.fixture
 def marker() -> Iterator[str]:
     """In the environment of every server of a test. All of them are gone after it."""
     mark = f"FAKE_SERVER_OF_{os.getpid()}_{time.monotonic_ns()}"
     yield mark
-    assert find_marked(mark) == []
+    assert fake_server.find_marked(mark) == []
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +48,12 @@ def shorten_grace(monkeypatch):
 
 @pytest.fixture
 def start(marker, tmp_path) -> Callable[..., Server]:
-    def start(fault: str = "healthy", **options: Any) -> Server:
-        environment = {"FAKE_SERVER": fault, marker: "1"}
-        options = {"start_seconds": 30, "request_seconds": 30, **options}
-        options = {"command": fake_server.COMMAND, "environment": environment, **options}
-        return Server(tmp_path, (), tmp_path / "log", **options)
-
-    return start
+    return functools.partial(fake_server.make_server, tmp_path, marker)
 
 
 @pytest.fixture(scope="module")
 def one_server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with Server(folder, (), folder / "log", command=fake_server.COMMAND) as running:
+    with fake_server.make_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
@@ -85,31 +69,15 @@ def spoil(one_server) -> Callable[[str], Server]:
 
 
 def run_verify(running: Server) -> verify.Result:
+    """What ``verify`` finds on a server, which may be running already."""
     steps: list[str] = []
+    context = contextlib.nullcontext(running) if running.process else running
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "Server", lambda *_, **__: contextlib.nullcontext(running))
+        patch.setattr(verify, "Server", lambda *_, **__: context)
         result = verify.verify(Path(), running.log, steps.append, vocabulary=fake_server.VOCABULARY)
-    return check_result(result, running.log, steps)
-
-
-@pytest.fixture
-def verify_process(start, monkeypatch) -> Callable[..., verify.Result]:
-    """What ``verify`` finds on a server of its own."""
-
-    def verify_process(fault: str, **options: Any) -> verify.Result:
-        running, steps = start(fault, **options), []
-        monkeypatch.setattr(verify, "Server", lambda *_, **__: running)
-        result = verify.verify(Path(), running.log, steps.append, vocabulary=500)
-        return check_result(result, running.log, steps)
-
-    return verify_process
-
-
-def check_result(result: verify.Result, log: Path, steps: list[str]) -> verify.Result:
-    assert steps and result.log == str(log) and log.is_file()
+    assert steps and result.log == str(running.log) and running.log.is_file()
     assert result.passed is (result.error is None)
-    if result.error is not None:
-        assert result.error.endswith(f"log: {log}") and "\n" not in result.error
+    assert result.passed or re.fullmatch(rf".+; log: {running.log}", result.error)
     # Strict JSON has no NaN and no Infinity.
     json.dumps(result.as_dict(), allow_nan=False)
     return result
@@ -118,8 +86,8 @@ def check_result(result: verify.Result, log: Path, steps: list[str]) -> verify.R
 # --- verdicts ------------------------------------------------------------------------------------
 
 
-def test_a_healthy_server_passes(verify_process):
-    result = verify_process("healthy")
+def test_a_healthy_server_passes(start):
+    result = run_verify(start())
     assert result.passed, result
     decoded, hit = result.comparisons
     assert (decoded.compared, decoded.differing, decoded.largest) == (FLOATS, 0, 0.0)
@@ -218,36 +186,29 @@ def test_an_unusable_answer_is_named(spoil, fault):
 # --- servers that end ----------------------------------------------------------------------------
 
 
+NOT_SERVED = "server: it did not serve within 1 s"
+
+
 @pytest.mark.parametrize(
-    "fault, options, error",
-    (
-        (
-            "crashes",
-            {},
-            "AttributeError: 'NoneType' object has no attribute 'shape'; "
-            "server: it ended with 1 before it served; log: ",
-        ),
-        ("quits", {}, "server: it ended with 3 before it served; log: "),
-        ("never-listens", {"start_seconds": 1}, "server: it did not serve within 1 s; log: "),
-        ("never-serves", {"start_seconds": 1}, "server: it did not serve within 1 s; log: "),
-        ("silent-health", {"start_seconds": 1}, "server: it did not serve within 1 s; log: "),
-        (
-            "unhealthy",
-            {"start_seconds": 1},
-            "server: it did not serve within 1 s (/health: status 503); log: ",
-        ),
-        (
-            "hangs",
-            {"request_seconds": 0.5},
-            "server: /generate: no answer (ReadTimeout); log: ",
-        ),
-        ("dies", {}, "RuntimeError: CUDA error: an illegal memory access was encountered; server:"),
-        ("orphan", {}, "server: /generate: no answer ("),
-    ),
+    "fault, error",
+    {
+        "crashes": "AttributeError: 'NoneType' object has no attribute 'shape'; "
+        "server: it ended with 1 before it served;",
+        "quits": "server: it ended with 3 before it served;",
+        "never-listens": f"{NOT_SERVED};",
+        "never-serves": f"{NOT_SERVED};",
+        "silent-health": f"{NOT_SERVED};",
+        "unhealthy": f"{NOT_SERVED} (/health: status 503);",
+        "hangs": "server: /generate: no answer (ReadTimeout);",
+        "dies": "RuntimeError: CUDA error: an illegal memory access was encountered; server:",
+        "orphan": "server: /generate: no answer (",
+    }.items(),
 )
-def test_a_server_that_fails(verify_process, fault, options, error):
+def test_a_server_that_fails(start, fault, error):
+    seconds = 1 if NOT_SERVED in error else 30
     begin = time.monotonic()
-    assert verify_process(fault, **options).error.startswith(error)
+    running = start(fault, start_seconds=seconds, request_seconds=1 if fault == "hangs" else 30)
+    assert run_verify(running).error.startswith(error)
     assert time.monotonic() - begin < 10
 
 
@@ -370,11 +331,9 @@ def test_a_stream_that_breaks_off(spoil, fault, error):
 
 
 def test_a_server_that_dies_in_a_stream(start):
-    with start("dies-mid-stream") as running, pytest.raises(ServerError) as caught:
+    error = "RuntimeError: CUDA error: device-side assert triggered; server: stream: "
+    with start("dies-mid-stream") as running, pytest.raises(ServerError, match=error):
         running.stream([1, 2, 3], 20)
-    assert "RuntimeError: CUDA error: device-side assert triggered; server: stream: " in str(
-        caught.value
-    )
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -382,11 +341,9 @@ def test_a_server_that_dies_in_a_stream(start):
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"text_config": {"vocab_size": fake_server.VOCABULARY}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"text_config": {"vocab_size": 500}}')
+    return tmp_path / "model"
 
 
 @pytest.fixture
@@ -426,18 +383,15 @@ def test_the_command_fails(command, tmp_path):
     assert line.startswith("failed: AttributeError: ") and line.endswith(f"log: {tmp_path / 'log'}")
 
 
-@pytest.mark.parametrize(
-    "fault, code", (("healthy", 0), ("meta_info/output_token_logprobs/5/0=NaN", 1))
-)
-def test_one_json_object(command, fault, code):
+def test_one_json_object(command):
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    process = command(fault, "--json")
+    process = command("meta_info/output_token_logprobs/5/0=NaN", "--json")
     out, err = process.communicate(timeout=60)
     result = json.loads(out, parse_constant=refuse)
-    assert process.returncode == code and "Traceback" not in err
-    assert result["passed"] is (code == 0) and set(result) == set(verify.Result().as_dict())
+    assert process.returncode == 1 and "Traceback" not in err
+    assert result["passed"] is False and set(result) == set(verify.Result().as_dict())
 
 
 @pytest.mark.parametrize(
@@ -453,24 +407,22 @@ def test_one_json_object(command, fault, code):
 def test_a_signal_ends_the_server(command, marker, tmp_path, fault, shown, signals):
     process = command(fault)
     wait_for(tmp_path / "log", shown)
-    assert len(find_marked(marker)) == 2 + fault.startswith("stubborn")
+    assert len(fake_server.find_marked(marker)) == 2 + fault.startswith("stubborn")
     for number in signals:
         process.send_signal(number)
         time.sleep(0.3 * (len(signals) - 1))
     out, err = process.communicate(timeout=30)
     assert process.returncode > 0 and "Traceback" not in out + err
-    assert find_marked(marker) == [] and shown in (tmp_path / "log").read_text()
+    assert fake_server.find_marked(marker) == [] and shown in (tmp_path / "log").read_text()
 
 
 def test_nohup_is_respected(command, tmp_path):
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = command("never-listens", "--timeout=2")
-        wait_for(tmp_path / "log", "serving")
-        process.send_signal(signal.SIGHUP)
-        out, _ = process.communicate(timeout=30)
-    finally:
-        signal.signal(signal.SIGHUP, previous)
+    process = command("never-listens", "--timeout=2")
+    signal.signal(signal.SIGHUP, previous)
+    wait_for(tmp_path / "log", "serving")
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "did not serve within 2 s" in out
 
 

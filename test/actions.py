@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = ROOT / ".github" / "workflows"
-REPOSITORY, NUMBER, RUN = "octo/inkling", 7, "42"
+REPOSITORY, NUMBER = "octo/inkling", 7
+PULL = f"repos/{REPOSITORY}/pulls/{NUMBER}"
 COMMENTED, BEFORE, AFTER = "2026-11-30T12:00:00Z", "2026-11-30T11:00:00Z", "2026-11-30T12:00:01Z"
 
 GH = """\
@@ -39,13 +39,17 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
+def commit_files(folder: Path, files: dict[str, str]) -> str:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "c")
+    return git(folder, "rev-parse", "HEAD")
 
 
-def executable(path: Path, text: str, interpreter: str = sys.executable) -> None:
+def write_program(path: Path, text: str, interpreter: str = sys.executable) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
@@ -54,111 +58,89 @@ def executable(path: Path, text: str, interpreter: str = sys.executable) -> None
 class GitHub:
     """A repository with a pull request that has one commit, a clone of its main, and the API."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, main: dict[str, str]):
         self.folder, self.origin, self.base = folder, folder / "origin", folder / "base"
-        self.origin.mkdir(parents=True)
-        git(self.origin, "init", "-q", "-b", "main")
-        self.bin, self.fake, self.output = folder / "bin", folder / "gh", folder / "output"
-        executable(self.bin / "gh", GH)
-        self.fake.mkdir()
+        commit_files(self.origin, main)
+        git(folder, "clone", "-q", "--depth=1", self.origin.as_uri(), str(self.base))
+        write_program(folder / "bin/gh", GH)
         self.answers: dict[str, Any] = {}
         self.head = ""
 
-    def commit(self) -> str:
-        git(self.origin, "add", "-A")
-        git(self.origin, "commit", "-q", "-m", "c")
-        return git(self.origin, "rev-parse", "HEAD")
-
-    def open_pull(self, repository: str = REPOSITORY, pushed: str = BEFORE) -> str:
-        """What is in ``origin`` becomes the pull request's head, and main stays where it was."""
+    def open_pull(self, files: dict[str, str]) -> None:
+        """Commit ``files`` as the pull request's head; main stays where it is."""
         git(self.origin, "checkout", "-q", "--detach")
-        self.head = self.commit()
+        self.head = commit_files(self.origin, files)
         git(self.origin, "update-ref", f"refs/pull/{NUMBER}/head", self.head)
-        git(self.origin, "checkout", "-q", "main")
-        git(self.folder, "clone", "-q", "--depth=1", self.origin.as_uri(), str(self.base))
-        head = {"sha": self.head, "ref": "a branch", "repo": {"full_name": repository}}
-        self.answers[f"repos/{REPOSITORY}/pulls/{NUMBER}"] = {"state": "open", "head": head}
-        activity = f"repos/{repository}/activity?per_page=1&ref=refs%2Fheads%2Fa%20branch"
-        self.answers[activity] = [{"timestamp": pushed, "after": self.head}]
-        return self.head
+        head = {"sha": self.head, "ref": "a branch", "repo": {"full_name": REPOSITORY}}
+        self.answers[PULL] = {"state": "open", "head": head}
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """What Actions sets, and ``more``; nothing of a pytest that runs us."""
-        (self.fake / "answers").write_text(json.dumps(self.answers))
-        self.output.write_text("")
+    def make_environment(self, **more: str) -> dict[str, str]:
+        """What Actions sets, and ``more``; without the variables of the pytest that runs us."""
+        (self.folder / "answers").write_text(json.dumps(self.answers))
+        (self.folder / "output").write_text("")
+        (self.folder / "calls").write_text("")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "GITHUB_"))}
         return {
             **kept,
-            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
-            "FAKE_GH": str(self.fake),
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "FAKE_GH": str(self.folder),
             "GITHUB_EVENT_PATH": str(self.folder / "event.json"),
-            "GITHUB_OUTPUT": str(self.output),
+            "GITHUB_OUTPUT": str(self.folder / "output"),
             "GITHUB_REPOSITORY": REPOSITORY,
-            "GITHUB_RUN_ID": RUN,
+            "GITHUB_RUN_ID": "42",
             "GITHUB_SERVER_URL": "https://github.example",
             **more,
         }
 
-    def event(self, body: str, author: str = "MEMBER", **issue: Any) -> None:
-        """The event of a comment: what GitHub sends, less what nobody here reads."""
-        issue = {"number": NUMBER, "pull_request": {"url": "https://github.example"}, **issue}
+    def write_event(self, body: str, author: str = "MEMBER", is_pull: bool = True) -> None:
+        """Write the event of a comment, with the fields of GitHub's that the scripts read."""
+        issue = {"number": NUMBER, **({"pull_request": {}} if is_pull else {})}
         comment = {"body": body, "author_association": author, "created_at": COMMENTED}
         text = json.dumps({"action": "created", "issue": issue, "comment": comment})
         (self.folder / "event.json").write_text(text)
 
+    @property
     def outputs(self) -> dict[str, str]:
-        lines = self.output.read_text().splitlines()
+        lines = (self.folder / "output").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
-    def calls(self, method: str = "POST") -> list[tuple[str, Any]]:
-        """Path and data of each call of a method."""
-        record = self.fake / "calls"
-        lines = record.read_text().splitlines() if record.exists() else []
-        return [(path, data) for verb, path, data in map(json.loads, lines) if verb == method]
+    @property
+    def calls(self) -> list[tuple[str, str, Any]]:
+        """Method, path and data of each call of the API."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [tuple(json.loads(line)) for line in lines]
 
+    @property
     def replies(self) -> list[str]:
         end = f"issues/{NUMBER}/comments"
-        return [data["body"] for path, data in self.calls() if path.endswith(end)]
+        return [data["body"] for _, path, data in self.calls if path.endswith(end)]
 
+    @property
     def statuses(self) -> list[tuple[str, str]]:
-        found = [(p, d) for p, d in self.calls() if "/statuses/" in p]
+        found = [(path, data) for _, path, data in self.calls if "/statuses/" in path]
         return [(path.rpartition("/")[2], data["state"]) for path, data in found]
 
 
-def copy_project(folder: Path) -> None:
-    """The project's files as they are here, without what is built or downloaded."""
-    left_out = shutil.ignore_patterns(".git", ".venv", ".cache", ".*_cache", "__pycache__", "docs")
-    shutil.copytree(ROOT, folder, ignore=left_out, symlinks=True, dirs_exist_ok=True)
-
-
-def workflow(name: str) -> dict[str, Any]:
-    return yaml.safe_load((WORKFLOWS / name).read_text())
-
-
-def names() -> list[str]:
-    return sorted(path.name for path in WORKFLOWS.iterdir())
-
-
-def triggers(flow: dict[Any, Any]) -> dict[str, Any]:
+def load_workflow(name: str) -> dict[str, Any]:
+    flow: dict[Any, Any] = yaml.safe_load((WORKFLOWS / name).read_text())
     # YAML 1.1 reads the key `on` as true.
-    return flow[True]
+    return {"on": flow.pop(True), **flow}
 
 
 def expand(text: str, values: dict[str, str]) -> str:
-    """``text`` with its expressions replaced; one that has no value here is an error."""
+    """Replace the expressions in ``text``; one that is not in ``values`` is an error."""
     return re.sub(r"\$\{\{\s*(.+?)\s*\}\}", lambda match: values[match[1]], text)
 
 
 def execute(
     step: dict[str, Any], folder: Path, environment: dict[str, str], values: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a step as a runner does: a script file, given to ``bash -e``, in its folder."""
-    script = folder.parent / "step.sh"
-    script.write_text(expand(step["run"], values))
+    """Run a step as a runner does: a script for ``bash -e``, in its folder."""
     assert "shell" not in step
     own = {name: expand(str(text), values) for name, text in step.get("env", {}).items()}
     return subprocess.run(
-        ["bash", "-e", str(script)],
+        ["bash", "-e", "-c", step["run"]],
         cwd=folder / step.get("working-directory", "."),
         env={**environment, **own},
         capture_output=True,

@@ -1,7 +1,8 @@
-"""``/rerun-test``: from a pull request's comment to a pytest command, and back to an answer.
+"""``/rerun-test``: run the tests that a comment on a pull request names, and answer it.
 
-Each job of rerun-test.yml calls one command. It needs only the standard library: the jobs that
-hold a token that can write run it from the base branch, with nothing installed.
+Each job of rerun-test.yml calls one command. ``parse`` reads the comment and decides on commit,
+tests and runner. ``run`` runs the tests. ``report`` answers. Jobs whose token can write run this
+file from the default branch with nothing installed, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
+
+import github_api as github
+from github_api import ActionError
 
 COMMAND = "/rerun-test"
 TRUSTED = ("OWNER", "MEMBER", "COLLABORATOR")
 HOSTED = "ubuntu-latest"
-SHORT = {
+SHORT_NAMES = {
     "captures": "test_inkling_refresh_capture.py",
     "mtp": "test_inkling_mtp.py",
     "prefill": "test_inkling_prefill_graph.py",
@@ -38,18 +42,14 @@ PLAIN = re.compile(r"[A-Za-z0-9_./: -]+")
 SHA = re.compile(r"[0-9a-f]{40}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SUITE = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
-# A part of a path starts with no dot and no dash: no `..`, no option.
+# No part of a path starts with a dot or a dash, which excludes `..` and options.
 FILE = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*test_[A-Za-z0-9_]+\.py")
 NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:::[A-Za-z_][A-Za-z0-9_]*)?")
 SYMLINK = "120000"
 
 
 class RefusedError(Exception):
-    """The comment is not one that runs anything. The message is a line of the reply."""
-
-
-class ActionError(Exception):
-    """GitHub, git or the surroundings fail. The message is one line."""
+    """The comment must not run anything. The message goes into the reply."""
 
 
 @dataclass(frozen=True)
@@ -61,53 +61,64 @@ class Request:
     commit: str | None = None
 
 
-def read(body: str) -> Request | None:
-    """The request in a comment; None for a comment that is not for us."""
+@dataclass(frozen=True)
+class Job:
+    """What to run, as ``parse`` decided and the other jobs read it."""
+
+    number: int
+    sha: str
+    runner: str
+    what: str
+    tests: list[str]
+
+
+def read_request(body: str) -> Request | None:
+    """Read ``/rerun-test WHAT... [on RUNNER] [at COMMIT]``; return None for other comments."""
     if body.split(maxsplit=1)[:1] != [COMMAND] or not body.startswith(COMMAND):
         return None
     if len(body) > MAX_COMMENT:
         raise RefusedError(f"The comment has {len(body)} characters; {MAX_COMMENT} are allowed.")
     body = body.rstrip()
-    # Nothing of a text with other characters is repeated in the reply.
+    # The reply repeats words of the comment only after this check.
     if not PLAIN.fullmatch(body):
         raise RefusedError(
-            "One line of ASCII letters, digits, spaces and `_` `.` `/` `:` `-`, please."
+            "Write one line of ASCII letters, digits, spaces and `_` `.` `/` `:` `-`."
         )
-    words = body.split(" ")[1:]
-    words = [word for word in words if word]
+    words = [word for word in body.split(" ")[1:] if word]
     options: dict[str, str] = {}
     while len(words) >= 2 and words[-2] in ("on", "at") and words[-2] not in options:
         options[words[-2]] = words[-1]
         words = words[:-2]
     if not words:
-        raise RefusedError("No test is named.")
+        raise RefusedError("The comment names no test.")
     if len(words) > MAX_WORDS:
-        raise RefusedError(f"{len(words)} words; {MAX_WORDS} are allowed.")
+        raise RefusedError(f"The comment has {len(words)} words; {MAX_WORDS} are allowed.")
     for word in ("on", "at"):
         if word in words:
-            raise RefusedError(f"`{word}` takes one word and comes after the tests, once.")
+            raise RefusedError(f"`{word}` takes one word, comes after the tests, and only once.")
     return Request(tuple(dict.fromkeys(words)), options.get("on"), options.get("at"))
 
 
 class Commit:
-    """The files under ``test/`` in a commit, read from git's objects and never checked out."""
+    """The files under ``test/`` in a commit, read from git's objects without a checkout."""
 
     def __init__(self, folder: Path, sha: str):
         self.folder, self.sha = folder, sha
         self.modes: dict[str, str] = {}
-        listing = git(folder, "ls-tree", "-r", "-z", "--full-tree", sha, "test")
+        listing = run_git(folder, "ls-tree", "-r", "-z", "--full-tree", sha, "test")
         for entry in listing.split(b"\0")[:-1]:
             meta, _, path = entry.partition(b"\t")
             self.modes[os.fsdecode(path)] = meta.split()[0].decode()
 
-    def text(self, path: str) -> str:
-        """The text of a file."""
-        return git(self.folder, "cat-file", "blob", f"{self.sha}:{path}").decode(errors="replace")
+    def read_text(self, path: str) -> str:
+        """Return the text of a file."""
+        blob = run_git(self.folder, "cat-file", "blob", f"{self.sha}:{path}")
+        return blob.decode(errors="replace")
 
-    def file(self, path: str) -> str:
-        """``path`` as it is in the commit: a regular file under ``test/``, by path or bare name."""
+    def find_file(self, path: str) -> str:
+        """Return the path of a regular test file under ``test/``, given its path or bare name."""
         if not FILE.fullmatch(path):
-            raise RefusedError(f"`{path}` is no test file: `test_*.py` under `test/`.")
+            raise RefusedError(f"`{path}` is not a test file: `test_*.py` under `test/`.")
         if "/" not in path:
             found = [name for name in self.modes if name.rpartition("/")[2] == path]
             if len(found) > 1:
@@ -115,50 +126,48 @@ class Commit:
             path = found[0] if found else path
         elif not path.startswith(ROOT):
             raise RefusedError(f"`{path}` is outside `test/`.")
-        parts = path.split("/")
-        for end in range(1, len(parts) + 1):
-            part = "/".join(parts[:end])
-            if self.modes.get(part) == SYMLINK:
-                raise RefusedError(f"`{path}` is or goes through a symbolic link.")
+        parts = (path, *map(str, PurePosixPath(path).parents))
+        if any(self.modes.get(part) == SYMLINK for part in parts):
+            raise RefusedError(f"`{path}` is a symbolic link, or is reached through one.")
         if path not in self.modes:
             raise RefusedError(f"There is no `{path}` at {self.sha[:12]}.")
         return path
 
-    def suites(self) -> dict[str, list[str]]:
-        """The registered test files of each suite that they are enabled for."""
+    def find_suites(self) -> dict[str, list[str]]:
+        """Return the test files of each suite that a registered file is enabled for."""
         found: dict[str, list[str]] = {}
         for path, mode in self.modes.items():
             if path.startswith(REGISTERED) and FILE.fullmatch(path) and mode != SYMLINK:
-                for suite in sorted(suites(self.text(path))):
+                for suite in sorted(read_suites(self.read_text(path))):
                     found.setdefault(suite, []).append(path)
         return found
 
 
-def suites(text: str) -> set[str]:
-    """The suites that a file registers for; SGLang's own parser (``sglang.test.ci``) decides so."""
+def read_suites(text: str) -> set[str]:
+    """Return the suites that a file registers for, as SGLang's parser ``sglang.test.ci`` does."""
     found = set()
-    for node in parsed(text).body:
+    for node in parse_python(text).body:
         if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
             continue
         call = node.value
         if not (isinstance(call.func, ast.Name) and re.fullmatch(r"register_\w+_ci", call.func.id)):
             continue
-        values = dict(zip(("est_time", "suite", "nightly", "disabled"), call.args, strict=False))
-        values.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
-        known = {
-            name: value.value for name, value in values.items() if isinstance(value, ast.Constant)
+        nodes = dict(zip(("est_time", "suite", "nightly", "disabled"), call.args, strict=False))
+        nodes.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+        values = {
+            name: node.value for name, node in nodes.items() if isinstance(node, ast.Constant)
         }
-        suite, stage, config = (known.get(n) for n in ("suite", "stage", "runner_config"))
+        suite, stage, config = (values.get(n) for n in ("suite", "stage", "runner_config"))
         if isinstance(stage, str) and isinstance(config, str):
             suite = f"{stage}-test-{config}"
-        # The names end up in replies, and a pull request may register any.
-        if known.get("disabled") is None and isinstance(suite, str) and SUITE.fullmatch(suite):
+        # Replies list the suites, and a pull request can register any string.
+        if values.get("disabled") is None and isinstance(suite, str) and SUITE.fullmatch(suite):
             found.add(suite)
     return found
 
 
-def parsed(text: str) -> ast.Module:
-    """The syntax tree of a stranger's file; an empty one where Python has none."""
+def parse_python(text: str) -> ast.Module:
+    """Return the syntax tree of an untrusted file; an empty one if Python cannot parse it."""
     try:
         if len(text) <= MAX_FILE:
             return ast.parse(text)
@@ -167,43 +176,54 @@ def parsed(text: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-def tests(words: Iterable[str], commit: Commit) -> list[str]:
-    """The pytest ids that ``words`` stand for, each once, in the order given."""
+def resolve_tests(words: Iterable[str], commit: Commit) -> list[str]:
+    """Return the pytest ids that ``words`` name, each once, in the order given."""
     found: dict[str, None] = {}
-    known: dict[str, list[str]] | None = None
+    suites: dict[str, list[str]] | None = None
     for word in words:
-        word = SHORT.get(word, word)
-        file, _, names = word.partition("::")
+        word = SHORT_NAMES.get(word, word)
+        file, colons, names = word.partition("::")
         if file.endswith(".py"):
-            path = commit.file(file)
-            if word != file:
-                if not NAMES.fullmatch(names):
-                    raise RefusedError(
-                        f"`{word}`: a file takes `::Class`, `::Class::test` or `::test`."
-                    )
-                first = names.partition("::")[0]
-                defined = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-                nodes = ast.walk(parsed(commit.text(path)))
-                if not any(isinstance(node, defined) and node.name == first for node in nodes):
-                    raise RefusedError(f"`{path}` has no `{first}` at {commit.sha[:12]}.")
-                path = f"{path}::{names}"
-            found[path] = None
+            path = commit.find_file(file)
+            if colons:
+                check_names(path, names, commit)
+            found[path + colons + names] = None
             continue
-        known = commit.suites() if known is None else known
-        if not SUITE.fullmatch(word) or word not in known:
-            there = ", ".join(f"`{name}`" for name in sorted(known)[:20]) or "none"
-            at = commit.sha[:12]
+        suites = commit.find_suites() if suites is None else suites
+        if not SUITE.fullmatch(word) or word not in suites:
+            known = ", ".join(f"`{name}`" for name in sorted(suites)[:20]) or "none"
             raise RefusedError(
-                f"`{word}` is neither a test file nor a suite. Suites at {at}: {there}."
+                f"`{word}` is neither a test file nor a suite. "
+                f"Suites at {commit.sha[:12]}: {known}."
             )
-        found.update(dict.fromkeys(known[word]))
+        found.update(dict.fromkeys(suites[word]))
     if len(found) > MAX_TESTS:
         raise RefusedError(f"These are {len(found)} files; {MAX_TESTS} are allowed.")
     return list(found)
 
 
-def runner(asked: str | None, ids: Iterable[str], gpu: Sequence[str]) -> str:
-    """The label to run on: ``asked`` if it is allowed, else what the tests need."""
+def check_names(path: str, names: str, commit: Commit) -> None:
+    """Refuse ``names`` unless they look like ``Class::test`` and the file defines the first."""
+    if not NAMES.fullmatch(names):
+        raise RefusedError(f"`{path}::{names}`: write `::Class`, `::Class::test` or `::test`.")
+    first = names.partition("::")[0]
+    defined = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.walk(parse_python(commit.read_text(path)))
+    if not any(isinstance(node, defined) and node.name == first for node in nodes):
+        raise RefusedError(f"`{path}` has no `{first}` at {commit.sha[:12]}.")
+
+
+def read_gpu_labels() -> list[str]:
+    """Return the labels of the repository's own runners; the first is the default."""
+    labels = f"{os.environ.get('GPU_RUNNER', '')} {os.environ.get('RERUN_RUNNERS', '')}".split()
+    for label in labels:
+        if not LABEL.fullmatch(label):
+            raise ActionError(f"GPU_RUNNER or RERUN_RUNNERS has {label!r}: not a runner label")
+    return list(dict.fromkeys(labels))
+
+
+def choose_runner(asked: str | None, ids: Iterable[str], gpu: Sequence[str]) -> str:
+    """Return the label ``asked`` for if it is allowed; without one, what the tests need."""
     if asked is not None:
         if asked not in (HOSTED, *gpu):
             raise RefusedError(f"`{asked}` is not a runner of this repository.")
@@ -212,106 +232,56 @@ def runner(asked: str | None, ids: Iterable[str], gpu: Sequence[str]) -> str:
         return HOSTED
     if not gpu:
         raise RefusedError(
-            "These tests need a GPU and this repository names no runner with one "
-            "(repository variable `GPU_RUNNER`)."
+            "These tests need a GPU, and this repository has no runner with one: "
+            "the repository variable `GPU_RUNNER` is not set."
         )
     return gpu[0]
 
 
-def usage(gpu: Sequence[str]) -> str:
-    """What is allowed, for the reply to what is not."""
+def describe_usage(gpu: Sequence[str]) -> str:
+    """Return the part of a refusal that says what is allowed."""
     runners = ", ".join(f"`{label}`" for label in (HOSTED, *gpu))
     return (
         f"Allowed: `{COMMAND} WHAT... [on RUNNER] [at COMMIT]`, on one line.\n"
         "- WHAT: a test file under `test/` by path or bare name (`test_inkling_mtp.py`), "
         "`FILE::Class`, `FILE::Class::test`, a suite (`base-b-test-1-gpu-large`), or "
-        + ", ".join(f"`{name}`" for name in SHORT)
+        + ", ".join(f"`{name}`" for name in SHORT_NAMES)
         + f"\n- RUNNER: {runners}\n"
         "- COMMIT: the pull request's head, all 40 digits"
     )
 
 
-def git(folder: Path, *arguments: str) -> bytes:
-    """What git prints."""
-    try:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], check=True, capture_output=True
-        ).stdout
-    except subprocess.CalledProcessError as error:
-        raise ActionError(f"git {arguments[0]}: {last_line(error.stderr)}") from None
+def run_git(folder: Path, *arguments: str) -> bytes:
+    """Return what git prints."""
+    return github.run_tool(["git", "-C", str(folder), *arguments])
 
 
-def gh(path: str, data: object = None, method: str = "POST", pages: bool = False) -> Any:
-    """What GitHub's API answers, a list of them with ``pages``; with ``data``, after sending it."""
-    command = ["gh", "api", path]
-    if pages:
-        command += ["--paginate", "--slurp"]
-    if data is not None:
-        command += ["--method", method, "--input", "-"]
-    sent = None if data is None else json.dumps(data).encode()
-    try:
-        answer = subprocess.run(command, input=sent, check=True, capture_output=True).stdout
-        return json.loads(answer or b"null")
-    except FileNotFoundError:
-        raise ActionError("gh is not installed") from None
-    except subprocess.CalledProcessError as error:
-        raise ActionError(f"gh api {path}: {last_line(error.stderr)}") from None
+def send_reply(number: int, text: str) -> None:
+    """Comment on the pull request."""
+    github.call_api(f"{github.get_repository()}/issues/{number}/comments", {"body": text})
 
 
-def last_line(text: bytes) -> str:
-    """The last line that says something."""
-    lines = text.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
-
-
-def variable(name: str) -> str:
-    """A variable of the environment that Actions sets."""
-    try:
-        return os.environ[name]
-    except KeyError:
-        raise ActionError(f"{name} is not set") from None
-
-
-def output(name: str, value: str) -> None:
-    """Set an output of the step."""
-    if "\n" in value:
-        raise ActionError(f"output {name} has a line break")
-    with Path(variable("GITHUB_OUTPUT")).open("a") as file:
-        file.write(f"{name}={value}\n")
-
-
-def log_url() -> str:
-    """The page of this run of the workflow."""
-    server, repository = variable("GITHUB_SERVER_URL"), variable("GITHUB_REPOSITORY")
-    return f"{server}/{repository}/actions/runs/{variable('GITHUB_RUN_ID')}"
-
-
-def reply(number: int, text: str) -> None:
-    """Comment under the pull request."""
-    gh(f"repos/{variable('GITHUB_REPOSITORY')}/issues/{number}/comments", {"body": text})
-
-
-def set_status(job: dict[str, Any], state: str, description: str) -> None:
-    """A status on the commit; one context per request, so that requests do not hide each other."""
-    gh(
-        f"repos/{variable('GITHUB_REPOSITORY')}/statuses/{job['sha']}",
+def set_status(job: Job, state: str, description: str) -> None:
+    """Set a status on the commit. Each request has its own context, so none hides another."""
+    github.call_api(
+        f"{github.get_repository()}/statuses/{job.sha}",
         {
             "state": state,
-            "context": f"rerun-test: {job['what']} on {job['runner']}"[:200],
+            "context": f"rerun-test: {job.what} on {job.runner}"[:200],
             "description": description[:140],
-            "target_url": log_url(),
+            "target_url": github.get_log_url(),
         },
     )
 
 
-def head(number: int, created: str, expected: str | None) -> str:
-    """The pull request's head commit, as it was when the comment was written.
+def find_head(number: int, created: str, expected: str | None) -> str:
+    """Return the pull request's head commit, as it was when the comment was written.
 
-    The author of a pull request from a fork could push other code between the comment and this
-    job. Whoever pushes to this repository itself may run things on its runners anyway.
+    The author of a pull request from a fork can push other code between the comment and this job.
+    Whoever can push to this repository can run code on its runners anyway.
     """
-    repository = variable("GITHUB_REPOSITORY")
-    pull = gh(f"repos/{repository}/pulls/{number}")
+    repository = github.get_repository()
+    pull = github.call_api(f"{repository}/pulls/{number}")
     sha = str(pull["head"]["sha"])
     if not SHA.fullmatch(sha):
         raise ActionError(f"GitHub names no head commit of pull request {number}")
@@ -319,155 +289,152 @@ def head(number: int, created: str, expected: str | None) -> str:
         raise RefusedError("The pull request is closed.")
     if expected is not None:
         if expected != sha:
-            raise RefusedError(f"The head is {sha}, not the commit that was named.")
+            raise RefusedError(f"The head is {sha}, not the commit that the comment names.")
         return sha
     source = pull["head"]["repo"]
-    if source is not None and source["full_name"] == repository:
+    if source is not None and f"repos/{source['full_name']}" == repository:
         return sha
-    name = f"Name the commit: `at {sha}`."
+    advice = f"Name the commit: `at {sha}`."
     try:
         branch = quote(f"refs/heads/{pull['head']['ref']}", safe="")
-        where = quote(source["full_name"]) if source else ""
-        newest = gh(f"repos/{where}/activity?per_page=1&ref={branch}")[0]
-        pushed, after = moment(newest["timestamp"]), newest["after"]
+        fork = quote(source["full_name"]) if source else ""
+        newest = github.call_api(f"repos/{fork}/activity?per_page=1&ref={branch}")[0]
+        pushed, after = read_time(newest["timestamp"]), newest["after"]
     except (ActionError, LookupError, TypeError, ValueError):
-        raise RefusedError(f"GitHub does not say when the head was pushed. {name}") from None
-    if after != sha or pushed >= moment(created):
-        raise RefusedError(f"The branch was pushed to after the comment. {name}")
+        raise RefusedError(f"GitHub does not say when the head was pushed. {advice}") from None
+    if after != sha or pushed >= read_time(created):
+        raise RefusedError(f"The branch was pushed to after the comment. {advice}")
     return sha
 
 
-def moment(text: str) -> datetime:
-    """A time as GitHub writes it."""
+def read_time(text: str) -> datetime:
+    """Read a time as GitHub writes it."""
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-def command_parse() -> int:
-    """Read the comment, settle commit, tests and runner, and reply."""
+def read_event() -> dict[str, Any]:
+    """Return the event of the comment, with the fields that ``parse_comment`` reads."""
     try:
-        event = json.loads(Path(variable("GITHUB_EVENT_PATH")).read_bytes())
-        comment, number = event["comment"], int(event["issue"]["number"])
-        body, created = str(comment["body"]), str(comment["created_at"])
-        author, is_pull = comment["author_association"], "pull_request" in event["issue"]
+        event: dict[str, Any] = json.loads(
+            Path(github.read_variable("GITHUB_EVENT_PATH")).read_bytes()
+        )
+        return {
+            "number": int(event["issue"]["number"]),
+            "is_pull": "pull_request" in event["issue"],
+            "body": str(event["comment"]["body"]),
+            "created": str(event["comment"]["created_at"]),
+            "author": event["comment"]["author_association"],
+        }
     except OSError as error:
         raise ActionError(f"GITHUB_EVENT_PATH: {error.strerror}") from None
     except (LookupError, TypeError, ValueError) as error:
-        raise ActionError(f"GITHUB_EVENT_PATH is no comment's event: {error!r}") from None
-    # No reply: else a stranger could have us write as often as he likes.
-    if author not in TRUSTED or not is_pull:
+        raise ActionError(f"GITHUB_EVENT_PATH is not the event of a comment: {error!r}") from None
+
+
+def parse_comment() -> int:
+    """Read the comment, decide on commit, tests and runner, and reply."""
+    event = read_event()
+    # A reply to everyone would let strangers make us write at will.
+    if event["author"] not in TRUSTED or not event["is_pull"]:
         print("rerun.py: not a comment by an owner, member or collaborator on a pull request")
         return 0
-    labels = f"{os.environ.get('GPU_RUNNER', '')} {os.environ.get('RERUN_RUNNERS', '')}".split()
-    for label in labels:
-        if not LABEL.fullmatch(label):
-            raise ActionError(
-                f"GPU_RUNNER or RERUN_RUNNERS has {label!r}, which is no runner label"
-            )
-    gpu = list(dict.fromkeys(labels))
+    gpu = read_gpu_labels()
     try:
-        request = read(body)
+        request = read_request(event["body"])
         if request is None:
             return 0
-        sha = head(number, created, request.commit)
-        here = Path.cwd()
-        # For a private repository: the token stays out of git's configuration and of the command.
+        sha = find_head(event["number"], event["created"], request.commit)
+        # In a private repository git needs the token. This keeps it out of git's configuration
+        # and of the command line.
         helper = "credential.helper=!gh auth git-credential"
         options = ("--quiet", "--no-tags", "--depth=1", "--no-recurse-submodules")
-        git(here, "-c", helper, "fetch", *options, "origin", sha)
-        ids = tests(request.words, Commit(here, sha))
-        label = runner(request.runner, ids, gpu)
-    except RefusedError as refused:
-        reply(number, f"Nothing is run. {refused}\n\n{usage(gpu)}")
-        print(f"rerun.py: refused: {refused}")
+        run_git(Path.cwd(), "-c", helper, "fetch", *options, "origin", sha)
+        ids = resolve_tests(request.words, Commit(Path.cwd(), sha))
+        runner = choose_runner(request.runner, ids, gpu)
+    except RefusedError as refusal:
+        send_reply(event["number"], f"No test was started. {refusal}\n\n{describe_usage(gpu)}")
+        print(f"rerun.py: refused: {refusal}")
         return 0
-    job = {
-        "number": number,
-        "sha": sha,
-        "runner": label,
-        "what": " ".join(request.words),
-        "tests": ids,
-    }
+    job = Job(event["number"], sha, runner, " ".join(request.words), ids)
     set_status(job, "pending", f"{len(ids)} to run")
-    reply(number, f"Running `{job['what']}` at {sha} on `{label}`: [log]({log_url()}).")
-    output("runner", label)
-    output("sha", sha)
-    output("job", json.dumps(job))
+    link = f"[log]({github.get_log_url()})"
+    send_reply(job.number, f"Running `{job.what}` at {sha} on `{runner}`: {link}.")
+    github.write_output("runner", runner)
+    github.write_output("sha", sha)
+    github.write_output("job", json.dumps(asdict(job)))
     return 0
 
 
-def load_job() -> dict[str, Any]:
-    """The job that ``parse`` wrote."""
-    job: dict[str, Any] = json.loads(variable("RERUN_JOB"))
-    for name in job["tests"]:
-        file, colons, names = str(name).partition("::")
-        plain = FILE.fullmatch(file) and file.startswith(ROOT)
-        if not plain or (colons and not NAMES.fullmatch(names)):
-            raise ActionError(f"{name!r} is no test id")
-    if not job["tests"] or not SHA.fullmatch(job["sha"]):
+def read_job() -> Job:
+    """Return the job that ``parse`` wrote, checked again."""
+    job = Job(**json.loads(github.read_variable("RERUN_JOB")))
+    for test in job.tests:
+        file, colons, names = str(test).partition("::")
+        is_plain = FILE.fullmatch(file) and file.startswith(ROOT)
+        if not is_plain or (colons and not NAMES.fullmatch(names)):
+            raise ActionError(f"{test!r} is not a test id")
+    if not job.tests or not SHA.fullmatch(job.sha):
         raise ActionError("RERUN_JOB names no tests or no commit")
     return job
 
 
-def command_run(python: str) -> int:
-    """Run the tests in the checkout of the pull request that is the working directory."""
-    job = load_job()
-    commit = git(Path.cwd(), "rev-parse", "HEAD").decode().strip()
-    if commit != job["sha"]:
-        raise ActionError(f"the checkout is at {commit}, not at {job['sha']}")
+def run_tests(python: str) -> int:
+    """Run the tests in the working directory, a checkout of the pull request."""
+    job = read_job()
+    commit = run_git(Path.cwd(), "rev-parse", "HEAD").decode().strip()
+    if commit != job.sha:
+        raise ActionError(f"the checkout is at {commit}, not at {job.sha}")
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.xml"
-        command = [python, "-m", "pytest", "-v", f"--junitxml={record}", *job["tests"]]
+        command = [python, "-m", "pytest", "-v", f"--junitxml={record}", *job.tests]
         print(json.dumps(command), flush=True)
         try:
             code = subprocess.run(command).returncode
         except OSError as error:
             raise ActionError(f"{python} does not start: {error.strerror}") from None
-        if not record.exists():
-            return code or 1
-        suite = ElementTree.parse(record).getroot().find("testsuite")
+        suite = ElementTree.parse(record).getroot().find("testsuite") if record.exists() else None
     if suite is None:
         return code or 1
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    output("counts", f"{total - skipped - failed} passed, {failed} failed, {skipped} skipped")
-    # A runner without a GPU skips everything, which must not look like a pass.
+    github.write_output(
+        "counts", f"{total - skipped - failed} passed, {failed} failed, {skipped} skipped"
+    )
+    # On a runner without a GPU every test skips. That must not look like a pass.
     if code == 0 and skipped == total:
-        print(f"rerun.py: nothing ran: {skipped} skipped", file=sys.stderr)
+        print(f"rerun.py: no test ran: {skipped} skipped", file=sys.stderr)
         return 1
     return code
 
 
-def command_report() -> int:
-    """Write the outcome under the pull request and on the commit."""
-    job = load_job()
-    result, counts = variable("RERUN_RESULT"), os.environ.get("RERUN_COUNTS", "")
+def report_outcome() -> int:
+    """Write the outcome on the pull request and as a status of the commit."""
+    job = read_job()
+    result, counts = github.read_variable("RERUN_RESULT"), os.environ.get("RERUN_COUNTS", "")
     state = result if result in ("success", "failure") else "error"
-    said = {"success": "passed", "failure": "failed"}.get(result, f"did not finish ({result})")
-    # The pull request's code could have written this output.
+    outcome = {"success": "passed", "failure": "failed"}.get(result, f"did not finish ({result})")
+    # The pull request's code can write this output too, so only plain counts get into the reply.
     if re.fullmatch(r"\d{1,6} passed, \d{1,6} failed, \d{1,6} skipped", counts, re.ASCII):
-        said += f": {counts}"
-    set_status(job, state, said)
-    where = f"`{job['what']}` at {job['sha']} on `{job['runner']}`"
-    reply(int(job["number"]), f"{where} {said}. [Log]({log_url()})")
+        outcome += f": {counts}"
+    set_status(job, state, outcome)
+    subject = f"`{job.what}` at {job.sha} on `{job.runner}`"
+    send_reply(job.number, f"{subject} {outcome}. [Log]({github.get_log_url()})")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a failure is one line."""
+    """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="rerun.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("parse", help="comment to job (GITHUB_EVENT_PATH)")
-    run = commands.add_parser("run", help="run the job (RERUN_JOB) with pytest")
-    run.add_argument("--python", default=sys.executable, help="the interpreter with pytest")
-    commands.add_parser("report", help="answer with the outcome (RERUN_RESULT)")
+    commands.add_parser("parse", help="turn the comment in GITHUB_EVENT_PATH into a job")
+    run = commands.add_parser("run", help="run the job in RERUN_JOB with pytest")
+    run.add_argument("--python", default=sys.executable, help="the interpreter that has pytest")
+    commands.add_parser("report", help="answer with the outcome in RERUN_RESULT")
     options = parser.parse_args(arguments)
-    try:
-        if options.command == "run":
-            return command_run(options.python)
-        return {"parse": command_parse, "report": command_report}[options.command]()
-    except ActionError as failed:
-        print(f"rerun.py: {failed}", file=sys.stderr)
-        return 1
+    if options.command == "run":
+        return github.run_command("rerun.py", lambda: run_tests(options.python))
+    command = parse_comment if options.command == "parse" else report_outcome
+    return github.run_command("rerun.py", command)
 
 
 if __name__ == "__main__":

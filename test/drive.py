@@ -118,7 +118,7 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
     if scenario == "mutants":
         import mutants
 
-        return mutants.results()
+        return mutants.run_all()
     if scenario == "texts":
         return texts(Path(folder))
     if scenario == "checks":
@@ -131,7 +131,7 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
     if scenario == "designs":
         import designs
 
-        return designs.results()
+        return designs.run_checks()
     import mending
 
     if scenario in mending.SCENARIOS:

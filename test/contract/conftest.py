@@ -1,7 +1,6 @@
-"""The contract, run inside a process that has one SGLang tree and our plugin.
+"""The contract's tests, run in a process that has one SGLang tree and our plugin.
 
-``subject`` is the backend class that SGLang ends up with. ``test/contract/mutants.py`` puts another
-class in its place.
+``subject`` is the backend class that SGLang ends up with; ``mutants.py`` gives other classes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from inkling_sconv import names
-from inkling_sconv.probe import backend as probe
+from inkling_sconv.probe.backend import Rig, find_backends
 from sglang.srt.plugins import load_plugins
 
-settings.register_profile("contract", max_examples=150, deadline=None, derandomize=True)
+settings.register_profile("contract", max_examples=300, deadline=None, derandomize=True)
 # A mutant only has to be caught: no need to shrink what caught it.
 settings.register_profile(
-    "mutants", settings.get_profile("contract"), max_examples=60, phases=[Phase.generate]
+    "mutants", settings.get_profile("contract"), phases=[Phase.generate], report_multiple_bugs=False
 )
 settings.load_profile("contract")
 
@@ -29,25 +28,24 @@ MODULE = importlib.import_module(names.BACKEND_MODULE)
 
 
 @pytest.fixture(scope="session")
-def subject(request: pytest.FixtureRequest) -> type:
-    mutant = getattr(request.config, "mutant_class", None)
-    return mutant or probe.find_backends(MODULE)[0]
+def subject() -> type:
+    return find_backends(MODULE)[0]
 
 
 @pytest.fixture(scope="session")
 def metadata_class() -> type:
-    """What the tree keeps a step's metadata in."""
+    """The tree's own class of a step's metadata."""
     own = (c for c in vars(MODULE).values() if getattr(c, "__module__", "") == MODULE.__name__)
     (found,) = (c for c in own if "track_conv_indices" in getattr(c, "__annotations__", ()))
     return found
 
 
 @pytest.fixture(scope="session")
-def build_rig(subject: type, metadata_class: type) -> Callable[..., probe.Rig]:
-    """A rig in a form of draft-extend, with the tree's own metadata."""
+def build_rig(subject: type, metadata_class: type) -> Callable[..., Rig]:
+    """Makes a rig with the tree's own metadata; ``form`` is that of draft-extend."""
 
-    def build(form: str, **options: Any) -> probe.Rig:
-        rig = probe.Rig(subject, **options)
+    def build(form: str, **options: Any) -> Rig:
+        rig = Rig(subject, **options)
         rig.backend.sconv_metadata = metadata_class()
         rig.backend._inkling_sconv_exempt_draft_extend = form == "exempt"
         return rig
@@ -61,5 +59,5 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_rig(build_rig: Callable[..., probe.Rig], form: str) -> Callable[..., probe.Rig]:
+def make_rig(build_rig: Callable[..., Rig], form: str) -> Callable[..., Rig]:
     return functools.partial(build_rig, form)

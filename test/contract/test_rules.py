@@ -1,6 +1,7 @@
-"""Rules 1-11 of the refresh, one by one, with real ``ForwardBatch`` objects on CPU tensors.
+"""The rules of docs/contract.md, one by one, with real ``ForwardBatch`` objects on CPU tensors.
 
-The numbers are those of ``docs/contract.md``. ``make_rig`` gives a test both forms of draft-extend.
+``make_rig`` runs a test in both forms of draft-extend. ``mutants.py`` finds the tests of a rule by
+their names.
 """
 
 from __future__ import annotations
@@ -11,27 +12,46 @@ import pytest
 import torch
 from formula import INTEGERS, Case, expected, live_batches
 from hypothesis import given
+from hypothesis import strategies as st
 from inkling_sconv.probe.backend import Rig
 
 DRAFT_EXTEND = "DRAFT_EXTEND_V2"
 GRAPH_MODES = (DRAFT_EXTEND, "EXTEND")
-# Where a capture without a mask is not rule 11's.
-INERT_CAPTURES = (("exempt", "EXTEND"), ("inert", "EXTEND"), ("inert", DRAFT_EXTEND))
 TRACK_FIELDS = ("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens")
 
+both_paths = pytest.mark.parametrize("on_graph_path", (False, True))
+both_modes = pytest.mark.parametrize("mode", GRAPH_MODES)
+# Where a capture without a mask gets inert fields: the others fall under rule 11.
+inert_captures = pytest.mark.parametrize(
+    ("form", "mode"), (("exempt", "EXTEND"), ("inert", "EXTEND"), ("inert", DRAFT_EXTEND))
+)
 
-def later_metadata(track_cache_indices):
+
+def make_tracked(rig, rows, mode="EXTEND", **fields):
+    """A batch in which every row tracks its 64 new tokens, but for the given fields."""
+    default = {"mask": [True] * rows, "track_seqlens": [64] * rows, "prefix_lens": [0] * rows}
+    return rig.make_batch(mode, rows, **{**default, **fields})
+
+
+def make_starts(rows, width=64):
+    return [width * r for r in range(rows + 1)]
+
+
+def make_later_metadata(track_cache_indices):
+    """Metadata as SGLang has it since 0.5.22."""
     return SimpleNamespace(
         query_start_loc=None, track_conv_indices=None, track_cache_indices=track_cache_indices
     )
 
 
-@pytest.mark.parametrize("on_graph_path", (False, True))
-@pytest.mark.parametrize("mode", GRAPH_MODES)
-@pytest.mark.parametrize("draft_extend", ("exempt", "inert"))
-@given(case=live_batches())
-def test_the_window_is_the_formula(build_rig, draft_extend, mode, on_graph_path, case):
-    rig = build_rig(draft_extend, window=case.window, chunk_size=case.chunk_size)
+@given(
+    st.sampled_from(("exempt", "inert")),
+    st.sampled_from(GRAPH_MODES),
+    st.booleans(),
+    live_batches(),
+)
+def test_formula_of_any_live_batch(build_rig, form, mode, on_graph_path, case):
+    rig = build_rig(form, window=case.window, chunk_size=case.chunk_size)
     batch = rig.make_batch(
         mode,
         case.rows,
@@ -47,6 +67,21 @@ def test_the_window_is_the_formula(build_rig, draft_extend, mode, on_graph_path,
     assert got.tolist() == expected(case)
 
 
+@pytest.mark.parametrize(
+    ("seqlens", "prefix", "want"),
+    (
+        (0, 1, [61, 62, 63]),  # one token short of the prefix: floor goes a whole chunk back
+        (64, 64, [125, 126, 127]),
+        (127, 64, [125, 126, 127]),
+        (128, 64, [189, 190, 191]),
+    ),
+)
+def test_formula_rounds_negative_and_partial_chunks_down(make_rig, seqlens, prefix, want):
+    rig = make_rig()
+    batch = make_tracked(rig, 2, track_seqlens=[64, seqlens], prefix_lens=[0, prefix])
+    assert rig.refresh(batch, [0, 128, 300], on_graph_path=True)[1].tolist() == want
+
+
 def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
     rig = make_rig()
     batch = rig.make_batch("EXTEND", 2, prefix_lens=[0, 0])
@@ -56,66 +91,71 @@ def test_rule_1_eager_without_a_mask_gives_no_indices(make_rig):
     assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
 
 
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+@inert_captures
 def test_rule_2_capture_without_a_mask_records_an_inert_scatter(make_rig, mode):
     rig = make_rig()
     batch = rig.make_batch(mode, 3, prefix_lens=[0, 0, 0])
-    indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+    indices = rig.refresh(batch, make_starts(3, 4), on_graph_path=True)
     assert indices is not None and indices.shape == (3, 3)
-    assert batch.mamba_track_mask.tolist() == [False] * 3
-    assert batch.mamba_track_indices.tolist() == [0] * 3
-    assert batch.mamba_track_seqlens.tolist() == [0] * 3
-    assert batch.mamba_track_mask.dtype == torch.bool
-    assert batch.mamba_track_indices.dtype == batch.mamba_track_seqlens.dtype == torch.int64
+    mask, slots, seqlens = (getattr(batch, name) for name in TRACK_FIELDS)
+    assert mask.tolist() == [False] * 3 and slots.tolist() == seqlens.tolist() == [0] * 3
+    assert mask.dtype == torch.bool and slots.dtype == seqlens.dtype == torch.int64
 
 
 @pytest.mark.parametrize("later", (False, True))
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+@inert_captures
 def test_rule_2_the_scatter_finds_inert_destinations(make_rig, mode, later):
-    """Since 0.5.22 it takes them from the metadata; ``later`` is metadata of that kind."""
     rig = make_rig()
     if later:
-        rig.backend.sconv_metadata = later_metadata("of the step before")
+        rig.backend.sconv_metadata = make_later_metadata("of the step before")
     metadata = rig.backend.sconv_metadata
-    has = hasattr(metadata, "track_cache_indices")
+    has_field = hasattr(metadata, "track_cache_indices")
     batch = rig.make_batch(mode, 3)
-    rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
-    assert hasattr(metadata, "track_cache_indices") == has
-    if has:
+    rig.refresh(batch, make_starts(3, 4), on_graph_path=True)
+    assert hasattr(metadata, "track_cache_indices") == has_field
+    if has_field:
         assert metadata.track_cache_indices is batch.mamba_track_indices
         assert metadata.track_cache_indices.tolist() == [0] * 3
 
 
-@pytest.mark.parametrize("on_graph_path", (False, True))
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@both_paths
+@both_modes
 def test_rule_2_a_live_batch_keeps_its_destinations(make_rig, mode, on_graph_path):
-    """The metadata's may be translated ones, where the batch's are not."""
+    """The metadata may have translated ones, unlike the batch."""
     rig = make_rig()
-    metadata = rig.backend.sconv_metadata = later_metadata("translated")
-    batch = rig.make_batch(mode, 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
+    metadata = rig.backend.sconv_metadata = make_later_metadata("translated")
+    batch = make_tracked(rig, 1, mode)
     slots = batch.mamba_track_indices
     assert rig.refresh(batch, [0, 64], on_graph_path=on_graph_path).tolist() == [[61, 62, 63]]
     assert metadata.track_cache_indices == "translated"
     assert batch.mamba_track_indices is slots
 
 
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+@inert_captures
 def test_rule_2_inert_fields_stay_where_a_graph_reads_them(make_rig, mode):
     rig = make_rig()
     addresses = set()
     for rows in (3, 8, 1):
         batch = rig.make_batch(mode, rows)
-        rig.refresh(batch, [4 * r for r in range(rows + 1)], on_graph_path=True)
+        rig.refresh(batch, make_starts(rows, 4), on_graph_path=True)
         addresses.add(tuple(getattr(batch, name).data_ptr() for name in TRACK_FIELDS))
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+@inert_captures
+def test_rule_2_a_backend_older_than_the_plugin_says_so(make_rig, mode):
+    rig = make_rig()
+    del rig.backend._inkling_sconv_inert
+    with pytest.raises(RuntimeError, match="made before inkling_sconv was loaded"):
+        rig.refresh(rig.make_batch(mode, 1), [0, 4], on_graph_path=True)
+
+
+@inert_captures
 def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
     rig = make_rig()
     rig.backend._graph_track_conv_indices.fill_(-7)
     batch = rig.make_batch(mode, 3)
-    indices = rig.refresh(batch, [0, 4, 8, 12], on_graph_path=True)
+    indices = rig.refresh(batch, make_starts(3, 4), on_graph_path=True)
     assert indices.tolist() == [[0, 0, 0], [1, 2, 3], [5, 6, 7]]
     assert batch.extend_prefix_lens is None
 
@@ -123,9 +163,7 @@ def test_rule_3_capture_without_prefix_lengths_starts(make_rig, mode):
 @pytest.mark.parametrize("seqlens_dtype", INTEGERS)
 def test_rule_4_a_live_batch_without_prefix_lengths_is_refused(make_rig, seqlens_dtype):
     rig = make_rig()
-    batch = rig.make_batch(
-        "EXTEND", 1, mask=[True], track_seqlens=[64], dtypes=(seqlens_dtype, torch.int32)
-    )
+    batch = make_tracked(rig, 1, prefix_lens=None, dtypes=(seqlens_dtype, torch.int32))
     with pytest.raises(RuntimeError, match=r"extend_prefix_lens.*EXTEND.*init_new"):
         rig.refresh(batch, [0, 64], on_graph_path=False)
     assert rig.backend.sconv_metadata.track_conv_indices is None
@@ -135,97 +173,87 @@ def test_rule_5_the_graph_path_writes_one_buffer(make_rig):
     rig = make_rig()
     buffer = rig.backend._graph_track_conv_indices
     for rows in (2, 8, 1):
-        batch = rig.make_batch(
-            "EXTEND", rows, mask=[True] * rows, track_seqlens=[64] * rows, prefix_lens=[0] * rows
-        )
-        got = rig.refresh(batch, [64 * r for r in range(rows + 1)], on_graph_path=True)
+        got = rig.refresh(make_tracked(rig, rows), make_starts(rows), on_graph_path=True)
         assert got.data_ptr() == buffer.data_ptr() and got.stride() == (3, 1)
     assert rig.backend._graph_track_conv_indices is buffer
 
 
 def test_rule_5_eager_steps_do_not_share_it(make_rig):
     rig = make_rig()
-    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64], prefix_lens=[0])
-    first = rig.refresh(batch, [0, 64], on_graph_path=False)
-    second = rig.refresh(batch, [0, 64], on_graph_path=False)
-    graph = rig.backend._graph_track_conv_indices.data_ptr()
-    assert len({first.data_ptr(), second.data_ptr(), graph}) == 3
+    batch = make_tracked(rig, 1)
+    first, second = (rig.refresh(batch, [0, 64], on_graph_path=False) for _ in range(2))
+    graph = rig.backend._graph_track_conv_indices
+    assert len({tensor.data_ptr() for tensor in (first, second, graph)}) == 3
 
 
 @pytest.mark.parametrize("tracked", (False, True))
 def test_rule_5_a_shape_over_the_bound_writes_nothing(make_rig, tracked):
     rig = make_rig(max_rows=2)
     rig.backend._graph_track_conv_indices.fill_(-7)
-    live = {"mask": [True] * 3, "track_seqlens": [64] * 3, "prefix_lens": [0] * 3}
-    batch = rig.make_batch("EXTEND", 3, **(live if tracked else {}))
+    batch = make_tracked(rig, 3) if tracked else rig.make_batch("EXTEND", 3)
     before = dict(vars(batch))
     with pytest.raises(RuntimeError, match=r"batch_size is 3.*hold 2 rows.*EXTEND"):
-        rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
+        rig.refresh(batch, make_starts(3), on_graph_path=True)
     assert all(vars(batch)[name] is value for name, value in before.items())
     assert rig.backend._graph_track_conv_indices.eq(-7).all()
 
 
-@pytest.mark.parametrize("on_graph_path", (False, True))
+@both_paths
 @pytest.mark.parametrize("seqlens,prefix_lens", (([64], [0, 0, 0]), ([64, 64, 64], [0]), ([], [])))
 def test_rule_6_the_padded_tail_is_zero(make_rig, on_graph_path, seqlens, prefix_lens):
     rig = make_rig()
     rig.backend._graph_track_conv_indices.fill_(-7)
-    batch = rig.make_batch("EXTEND", 3, mask=[True] * 3, track_seqlens=seqlens, prefix_lens=prefix_lens)
-    got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=on_graph_path)
+    batch = make_tracked(rig, 3, track_seqlens=seqlens, prefix_lens=prefix_lens)
+    got = rig.refresh(batch, make_starts(3), on_graph_path=on_graph_path)
     live = min(len(seqlens), len(prefix_lens))
-    assert got[live:].tolist() == [[0, 0, 0]] * (3 - live)
-    assert got[:live].tolist() == [[61, 62, 63]] * live
+    assert got.tolist() == [[61, 62, 63]] * live + [[0, 0, 0]] * (3 - live)
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@both_modes
 @pytest.mark.parametrize("prefix", (False, True))
 @pytest.mark.parametrize("tracked", (False, True))
 def test_rule_7_no_value_is_read_on_the_host(make_rig, form, mode, prefix, tracked):
     # On meta tensors, any read of a value raises.
     rig = make_rig(device="meta")
     fields = {"mask": [True] * 3, "track_seqlens": [64] * 2} if tracked else {}
-    if prefix:
-        fields["prefix_lens"] = [0] * 3
-    batch = rig.make_batch(mode, 3, **fields)
+    batch = rig.make_batch(mode, 3, **fields, prefix_lens=[0] * 3 if prefix else None)
     for _ in range(2):
-        got = rig.refresh(batch, [0, 64, 128, 192], on_graph_path=True)
-        if not tracked and (form, mode) not in INERT_CAPTURES:
+        got = rig.refresh(batch, make_starts(3), on_graph_path=True)
+        if not tracked and (form, mode) == ("exempt", DRAFT_EXTEND):
             assert got is None
         else:
             assert got.shape == (3, 3) and got.dtype == torch.int64
     if tracked and prefix:
-        assert rig.refresh(batch, [0, 64, 128, 192], on_graph_path=False).shape == (3, 3)
+        assert rig.refresh(batch, make_starts(3), on_graph_path=False).shape == (3, 3)
 
 
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
+@inert_captures
 def test_rule_8_warm_up_and_capture_of_every_size_at_every_mtp_step(make_rig, mode):
     """One batch per size, as the runners build it, through the backend of every draft step."""
     max_rows, width = 48, 5
     steps = [make_rig(max_rows=max_rows) for _ in range(3)]
     for rows in range(max_rows, 0, -1):
         batch = steps[0].make_batch(mode, rows)
-        query_start_loc = [width * r for r in range(rows + 1)]
-        want = expected(Case(rows, query_start_loc, [0] * rows, [0] * rows))
-        for _ in ("warm-up", "capture"):
-            for rig in steps:
-                rig.backend._graph_track_conv_indices.fill_(-7)
-                got = rig.refresh(batch, query_start_loc, on_graph_path=True)
-                assert got.tolist() == want
-                assert not batch.mamba_track_mask.any() and not batch.mamba_track_seqlens.any()
+        want = expected(Case(rows, make_starts(rows, width), [0] * rows, [0] * rows))
+        for rig in steps * 2:
+            rig.backend._graph_track_conv_indices.fill_(-7)
+            got = rig.refresh(batch, make_starts(rows, width), on_graph_path=True)
+            assert got.tolist() == want
+            assert not batch.mamba_track_mask.any() and not batch.mamba_track_seqlens.any()
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@both_modes
 @pytest.mark.parametrize("mask", ([True, True], [False, False]))
-def test_rule_9_no_prefix_is_invented_for_rows_that_may_be_tracked(make_rig, mode, mask):
+def test_rule_9_no_prefix_is_made_up_for_rows_that_may_be_tracked(make_rig, mode, mask):
     rig = make_rig()
-    batch = rig.make_batch(mode, 2, mask=mask, track_seqlens=[64, 64])
+    batch = make_tracked(rig, 2, mode, mask=mask, prefix_lens=None)
     with pytest.raises(RuntimeError, match=rf"extend_prefix_lens.*mamba_track_mask.*{mode}"):
-        rig.refresh(batch, [0, 64, 128], on_graph_path=True)
+        rig.refresh(batch, make_starts(2), on_graph_path=True)
 
 
-def test_rule_9_zero_rows_are_no_reason_to_refuse(make_rig):
+def test_rule_9_zero_rows_are_accepted(make_rig):
     rig = make_rig()
-    batch = rig.make_batch("EXTEND", 0, mask=[], track_seqlens=[])
+    batch = make_tracked(rig, 0, prefix_lens=None)
     assert rig.refresh(batch, [0], on_graph_path=True).shape == (0, 3)
 
 
@@ -234,7 +262,7 @@ def test_rule_9_the_host_s_own_inert_mask_is_inert(make_rig):
     mask = getattr(rig.backend, "_graph_track_inert_mask", None)
     if mask is None:
         pytest.skip("this tree has no inert mask of its own")
-    batch = rig.make_batch("DRAFT_EXTEND_V2", 2, mask=[False] * 2, track_seqlens=[0, 0])
+    batch = make_tracked(rig, 2, DRAFT_EXTEND, track_seqlens=[0, 0], prefix_lens=None)
     batch.mamba_track_mask = mask[:2]
     assert rig.refresh(batch, [0, 4, 8], on_graph_path=True).tolist() == [[0, 0, 0], [1, 2, 3]]
 
@@ -248,17 +276,17 @@ def test_rule_9_an_address_that_was_freed_is_not_inert(make_rig):
     assert not owns(mask)
 
 
-@pytest.mark.parametrize("on_graph_path", (False, True))
+@both_paths
 def test_rule_10_a_step_with_no_tokens_gives_index_zero(make_rig, on_graph_path):
     rig = make_rig()
-    batch = rig.make_batch("EXTEND", 2, mask=[True, True], track_seqlens=[64, 640], prefix_lens=[0, 64])
+    batch = make_tracked(rig, 2, track_seqlens=[64, 640], prefix_lens=[0, 64])
     assert rig.refresh(batch, [0, 0, 0], on_graph_path=on_graph_path).eq(0).all()
 
 
-@pytest.mark.parametrize("on_graph_path", (False, True))
+@both_paths
 def test_rule_10_a_mask_without_seqlens_is_refused(make_rig, on_graph_path):
     rig = make_rig()
-    batch = rig.make_batch("EXTEND", 1, mask=[True], prefix_lens=[0])
+    batch = make_tracked(rig, 1, track_seqlens=None)
     with pytest.raises(RuntimeError, match=r"mamba_track_seqlens.*EXTEND"):
         rig.refresh(batch, [0, 64], on_graph_path=on_graph_path)
 
@@ -270,7 +298,7 @@ def test_rule_11_draft_extend_keeps_its_fields(build_rig, prefix_lens, slots):
     rig.backend._graph_track_conv_indices.fill_(-7)
     batch = rig.make_batch(DRAFT_EXTEND, 3, prefix_lens=prefix_lens)
     batch.mamba_track_indices = slots and rig.make_tensor(slots, torch.int64)
-    metadata = rig.backend.sconv_metadata = later_metadata(batch.mamba_track_indices)
+    metadata = rig.backend.sconv_metadata = make_later_metadata(batch.mamba_track_indices)
     before = dict(vars(batch))
     for _ in ("warm-up", "capture"):
         metadata.track_conv_indices = "of the step before"
@@ -290,37 +318,10 @@ def test_rule_11_needs_neither_rows_nor_buffers(build_rig, rows, older):
     if older:  # a backend that was made before the plugin was loaded
         del rig.backend._inkling_sconv_inert, rig.backend._inkling_sconv_exempt_draft_extend
     batch = rig.make_batch(DRAFT_EXTEND, rows)
-    starts = [4 * r for r in range(rows + 1)]
-    assert rig.refresh(batch, starts, on_graph_path=True) is None
+    assert rig.refresh(batch, make_starts(rows, 4), on_graph_path=True) is None
     assert [getattr(batch, name) for name in TRACK_FIELDS] == [None] * 3
 
 
 def test_rule_11_is_the_default(subject):
     rig = Rig(subject)
     assert rig.refresh(rig.make_batch(DRAFT_EXTEND, 1), [0, 4], on_graph_path=True) is None
-
-
-@pytest.mark.parametrize(
-    ("seqlens", "prefix", "want"),
-    (
-        (0, 1, [61, 62, 63]),  # one token short of the prefix: floor goes a whole chunk back
-        (64, 64, [125, 126, 127]),
-        (127, 64, [125, 126, 127]),
-        (128, 64, [189, 190, 191]),
-    ),
-)
-def test_negative_and_partial_chunks_round_down(make_rig, seqlens, prefix, want):
-    rig = make_rig()
-    batch = rig.make_batch(
-        "EXTEND", 2, mask=[True, True], track_seqlens=[64, seqlens], prefix_lens=[0, prefix]
-    )
-    got = rig.refresh(batch, [0, 128, 300], on_graph_path=True)
-    assert got[1].tolist() == want
-
-
-@pytest.mark.parametrize(("form", "mode"), INERT_CAPTURES)
-def test_a_backend_older_than_the_plugin_says_so(make_rig, mode):
-    rig = make_rig()
-    del rig.backend._inkling_sconv_inert
-    with pytest.raises(RuntimeError, match="made before inkling_sconv was loaded"):
-        rig.refresh(rig.make_batch(mode, 1), [0, 4], on_graph_path=True)

@@ -1,4 +1,4 @@
-"""The edit as a commit: a mailbox patch, or a branch. Working tree and index are not touched."""
+"""The edit as a commit: a mailbox patch, or a branch. Working tree and index stay as they are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from inkling_sconv.trees import git
 
-# No [Fix]: git am takes brackets off a subject.
+# Not "[Fix] ...": git am takes brackets off a subject.
 SUBJECT = "Fix Inkling draft-extend capture without prefix lengths"
-# What a user's configuration of git could leave out, and git am needs.
+# git am needs these, and a user's configuration of git could change them.
 FORMAT = (
     "--no-signature",
     "--no-cover-letter",
@@ -40,10 +40,13 @@ CUDA graphs on.
 
 
 def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> bytes | None:
-    """The edit of ``path`` as ``git am`` takes it; None where ``edit`` changes nothing.
+    """Make a patch of ``edit`` for ``git am``.
 
-    In a git checkout that tracks ``path``, the commit is made on top of HEAD, and what is not
-    committed is not in it. Elsewhere the patch names the file ``fallback``.
+    In a git checkout that tracks ``path``, the patch is for HEAD: it leaves out what is not
+    committed. Elsewhere it is for the file as it is, under the name ``fallback``.
+
+    Returns:
+        The patch; None if ``edit`` changes nothing.
 
     Raises:
         GitError: git is missing, has no author to name, or fails.
@@ -55,7 +58,7 @@ def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> 
             repository, name = Path(folder), fallback.as_posix()
             git.run(repository, "init", "-q")
             before = path.read_bytes()
-            parent = _commit(repository, name, before, None, "before", variables)
+            parent = _make_commit(repository, name, before, None, "before", variables)
         else:
             # New objects go to a folder of their own: the repository stays as it is.
             theirs = git.read_line(
@@ -65,20 +68,21 @@ def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> 
                 "GIT_OBJECT_DIRECTORY": folder,
                 "GIT_ALTERNATE_OBJECT_DIRECTORIES": theirs,
             }
-            name, parent = _name(repository, path), git.read_line(repository, "rev-parse", "HEAD")
+            name = _name_in_repository(repository, path)
+            parent = git.read_line(repository, "rev-parse", "HEAD")
             before = git.run(repository, "cat-file", "blob", f"{parent}:{name}")
         after = edit(before)
         if after == before:
             return None
-        made = _commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", variables)
+        made = _make_commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", variables)
         return git.run(repository, "format-patch", "-1", "--stdout", *FORMAT, made, env=variables)
 
 
 def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> str | None:
-    """Make the branch ``name``: the commit ``base`` and the edit of ``path`` on top of it.
+    """Make the branch ``name``: one commit with the edit of ``path`` on top of ``base``.
 
     Returns:
-        The new commit's id; None, and no branch, where ``edit`` changes nothing.
+        The new commit's id; None if ``edit`` changes nothing, and then there is no branch.
 
     Raises:
         GitError: no git checkout tracks ``path``, ``base`` is not a commit that has it, the branch
@@ -93,14 +97,14 @@ def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str
             repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"
         )
     except git.GitError:
-        # git's own reason does not say which of the names it means.
+        # git's own reason does not say which name it means.
         raise git.GitError(f"{base}: no commit of that name in {repository}") from None
-    file = _name(repository, path)
+    file = _name_in_repository(repository, path)
     before = git.run(repository, "cat-file", "blob", f"{parent}:{file}")
     after = edit(before)
     if after == before:
         return None
-    made = _commit(repository, file, after, parent, f"{SUBJECT}\n\n{BODY}", {})
+    made = _make_commit(repository, file, after, parent, f"{SUBJECT}\n\n{BODY}", {})
     git.run(repository, "branch", name, made)
     return made
 
@@ -113,11 +117,11 @@ def has_uncommitted_edits(path: Path) -> bool:
     )
 
 
-def _name(repository: Path, path: Path) -> str:
+def _name_in_repository(repository: Path, path: Path) -> str:
     return path.resolve().relative_to(repository.resolve()).as_posix()
 
 
-def _commit(
+def _make_commit(
     repository: Path,
     name: str,
     text: bytes,
@@ -125,7 +129,7 @@ def _commit(
     message: str,
     variables: dict[str, str],
 ) -> str:
-    """A commit of ``parent``'s tree with ``text`` as the file ``name``, made beside the index."""
+    """Commit ``parent``'s tree with ``text`` as the file ``name``, in an index of its own."""
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         env = {**variables, "GIT_INDEX_FILE": str(Path(folder) / "index")}
         mode, parents = "100644", []
@@ -133,7 +137,7 @@ def _commit(
             git.run(repository, "read-tree", parent, env=env)
             mode = git.read_line(repository, "ls-tree", parent, "--", name, env=env).split()[0]
             parents = ["-p", parent]
-        # As it is: filters of the checkout (autocrlf) were undone in what was read.
+        # No filters: ``text`` was made from a blob, where autocrlf is undone already.
         hashed = git.run(
             repository, "hash-object", "-w", "--no-filters", "--stdin", env=env, text=text
         )

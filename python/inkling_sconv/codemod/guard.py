@@ -9,75 +9,85 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
+from inkling_sconv.codemod.edits import Edit, apply_edits
 from inkling_sconv.codemod.shape import (
     RefreshMethod,
     RefusedError,
     Shape,
+    compares_with_none,
     ends_in_return,
     find_methods,
     is_crashing,
     is_field,
-    is_name,
     list_bound_names,
     name_shape,
     names_field,
     parse,
     walk,
 )
-from inkling_sconv.names import EXTEND_PREFIX_LENS, REFRESH, STATIC_INDICES, TRACK_MASK
+from inkling_sconv.names import (
+    EXTEND_PREFIX_LENS,
+    REFRESH,
+    STATIC_INDICES,
+    TRACK_INDICES,
+    TRACK_MASK,
+    TRACK_SEQLENS,
+)
 
 INERT_FIELDS = "_inert_track_fields"
 
 
 @dataclass(frozen=True)
-class Edit:
-    """``text`` is the whole file after the edit; equal to the one before where nothing is to do."""
+class Rewrite:
+    """A file's shape before the edit, and its whole text after it: the same if it needs no edit."""
 
     shape: Shape
     text: bytes
 
 
-def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None) -> Edit:
-    """The file with the guard in its refresh, and with ``inert_fill`` the inert track fields too.
+def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None) -> Rewrite:
+    """Add the guard to the refresh in ``text``, the bytes of a whole file.
 
-    ``format_as`` is where the file lies: if ruff is there and finds the file formatted, by the
-    settings that hold for that place, the result is formatted too.
+    Args:
+        text: the file.
+        inert_fill: in an untracked file, add the inert track fields too.
+        format_as: where the file lies. If ruff is installed and finds ``text`` formatted by the
+            settings that hold there, the result is formatted as well.
 
     Raises:
         RefusedError: the edit would not be safe, or would not cure anything.
     """
     module = parse(text)
     methods = find_methods(module)
-    found = name_shape(methods)
-    if found in (Shape.GUARDED, Shape.EXEMPT):
-        return Edit(found, text)
-    if found is Shape.ABSENT:
+    shape = name_shape(methods)
+    if shape in (Shape.GUARDED, Shape.EXEMPT):
+        return Rewrite(shape, text)
+    if shape is Shape.ABSENT:
         what = "defines" if not methods else f"reads BATCH.{EXTEND_PREFIX_LENS} in"
         raise RefusedError(f"no class here {what} {REFRESH}")
-    if found is Shape.UNTRACKED and not inert_fill:
+    if shape is Shape.UNTRACKED and not inert_fill:
         raise RefusedError(
             f"{REFRESH} fills no inert track fields, so the guard alone would change nothing; "
             "--inert-fill adds them, and the prefill runner still leaves tracking out"
         )
     result = module
-    for method in methods:
-        if is_crashing(method):
-            edits = _guard(method)
-            if found is Shape.UNTRACKED:
-                edits |= _inert_fill(method)
-            result = _replaced(result, method.owner, edits)
-    return Edit(found, _formatted(text, result.bytes, format_as))
+    for method in filter(is_crashing, methods):
+        edits = [*_edit_guard(method)]
+        if shape is Shape.UNTRACKED:
+            edits += _edit_inert_fill(method)
+        result = apply_edits(result, method.owner, edits)
+    return Rewrite(shape, _format_like(text, result.bytes, format_as))
 
 
 def describe_by_hand(text: bytes) -> str:
-    """The edit in words, with the file's own names where they can be read."""
+    """Describe the edit in words, with the file's own names if they can be read."""
     try:
         method = find_methods(parse(text))[0]
         batch, graph = method.batch, method.graph
@@ -85,126 +95,161 @@ def describe_by_hand(text: bytes) -> str:
         batch, graph = "forward_batch", "on_graph_path"
     return (
         f"By hand: in {REFRESH}, before the first use of {batch}.{EXTEND_PREFIX_LENS} and after "
-        f"the inert fill, bind it to a local; where that local is None and {graph} is true, set it to "
-        f"torch.zeros_like({batch}.mamba_track_seqlens); use the local from there on."
+        f"the inert fill, bind it to a local; where that local is None and {graph} is true, "
+        f"set it to torch.zeros_like({batch}.{TRACK_SEQLENS}); use the local from there on."
     )
 
 
-@dataclass(frozen=True)
-class _Replacement:
-    """What stands in the place of a node, and what comes before and after it."""
-
-    node: cst.CSTNode
-    before: tuple[cst.BaseStatement, ...] = ()
-    after: tuple[cst.BaseStatement, ...] = ()
+# ------------------------------------------------------------------------------------ the guard
 
 
-_Edits = dict[cst.CSTNode, _Replacement]
-
-
-class _Replacer(cst.CSTTransformer):
-    """Applies replacements, keyed by the node that they are for. Inner ones come first."""
-
-    def __init__(self, edits: _Edits):
-        super().__init__()
-        self.edits = edits
-
-    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
-        edit = self.edits.get(original_node)
-        if edit is None:
-            return updated_node
-        middle = updated_node if edit.node is original_node else edit.node
-        around = (*edit.before, middle, *edit.after)
-        return cst.FlattenSentinel(around) if len(around) > 1 else middle
-
-
-def _replaced(module: cst.Module, owner: cst.ClassDef, edits: _Edits) -> cst.Module:
-    """``module`` with the edits made in ``owner``."""
-    replacer = _Replacer(edits)
-    if owner not in module.body:
-        return module.visit(replacer)
-    # Visiting a node copies all below it, so only what changes is visited.
-    body = [
-        node.visit(replacer) if any(inner in edits for inner in walk(node)) else node
-        for node in owner.body.body
-    ]
-    changed = owner.with_changes(body=owner.body.with_changes(body=body))
-    return module.with_changes(body=[changed if node is owner else node for node in module.body])
-
-
-def _statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement, ...]:
-    code = code.replace(" " * 4, module.default_indent).replace("\n", module.default_newline)
-    parsed = cst.parse_module(code, config=module.config_for_parsing)
-    # A comment on the first line belongs to the header of a module of its own.
-    first: Any = parsed.body[0]
-    first = first.with_changes(leading_lines=[*parsed.header, *first.leading_lines])
-    return (first, *parsed.body[1:])
-
-
-def _guard(method: RefreshMethod) -> _Edits:
-    """The local, the guard after it, and the local in the place of every later load."""
+def _edit_guard(method: RefreshMethod) -> Iterator[Edit]:
+    """Yield the local with the guard after it, and the local for every later load of the field."""
     _check_names(method)
-    module = method.module
-    local = method.local or _unused(method, ("prefix_lens", "track_prefix_lens"))
-    block, anchor = _common_statement(method)
-    if method.binding is not None:
-        anchor = method.parents[method.binding]
+    module, binding = method.module, method.binding
+    local = method.local or _choose_unused_name(method, ("prefix_lens", "track_prefix_lens"))
+    block, anchor = _find_first_statement(method)
+    if binding is not None:
+        anchor = method.parents[binding]
         if method.parents[anchor] is not block:
-            raise method.refused(anchor, f"{local} is bound in a block of its own")
-        if anchor.body[-1] is not method.binding:  # type: ignore[attr-defined]
-            raise method.refused(anchor, f"more follows on its line, where {local} is bound")
+            method.refuse(anchor, f"{local} is bound in a block of its own")
+        if anchor.body[-1] is not binding:  # type: ignore[attr-defined]
+            method.refuse(anchor, f"more follows on its line, where {local} is bound")
     for fill in method.fills:
         if method.order[fill] >= method.order[anchor]:
-            raise method.refused(fill, f"the inert fill comes after {EXTEND_PREFIX_LENS} is read")
+            method.refuse(fill, f"the inert fill comes after {EXTEND_PREFIX_LENS} is read")
+
     comment = "# A capture batch has no prefix lengths. None of its rows is tracked: zeros do.\n"
-    binding = f"{local} = {method.batch}.{EXTEND_PREFIX_LENS}\n"
-    zeros = f"{_torch(module)}.zeros_like({method.batch}.mamba_track_seqlens)"
+    bind = f"{local} = {method.batch}.{EXTEND_PREFIX_LENS}\n"
+    zeros = f"{_find_torch_name(module)}.zeros_like({method.batch}.{TRACK_SEQLENS})"
     guard = f"if {local} is None and {method.graph}:\n    {local} = {zeros}\n"
-    if method.binding is not None:
-        edits = {anchor: _Replacement(anchor, after=_statements(module, comment + guard))}
+    if binding is not None:
+        yield Edit(anchor, anchor, after=_parse_statements(module, comment + guard))
     else:
-        new = _statements(module, comment + binding + guard)
-        edits = {anchor: _Replacement(anchor, before=new)}
+        yield Edit(anchor, anchor, before=_parse_statements(module, comment + bind + guard))
     for load in method.loads:
-        if method.binding is not None and method.binding in method.path(load):
+        if binding is not None and binding in method.trace_path(load):
             continue
         if method.order[load] < method.order[anchor]:
-            raise method.refused(load, f"{EXTEND_PREFIX_LENS} is read before {local} is bound")
-        edits[load] = _Replacement(cst.Name(local))
-    return edits
+            method.refuse(load, f"{EXTEND_PREFIX_LENS} is read before {local} is bound")
+        yield Edit(load, cst.Name(local))
 
 
 def _check_names(method: RefreshMethod) -> None:
-    """Refuse what would make the guard's names mean something else."""
+    """Refuse whatever would make the guard's names mean something else."""
     if method.none_tests:
-        raise method.refused(
+        method.refuse(
             method.none_tests[0],
             f"a missing {EXTEND_PREFIX_LENS} is treated here already, another way",
         )
+    readers = {node for load in method.loads for node in method.trace_path(load)}
     for node in method.nodes:
+        reads = node in readers
+        bound = list_bound_names(node)
         if names_field(node) and node not in method.loads:
-            raise method.refused(node, f"{EXTEND_PREFIX_LENS} is read through another name")
-        if isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del) and any(
-            load in walk(node) for load in method.loads
-        ):
-            raise method.refused(node, f"{EXTEND_PREFIX_LENS} of the batch is assigned")
-        names = list_bound_names(node)
-        if method.batch in names or method.graph in names:
-            raise method.refused(node, f"{' and '.join(names)} is assigned anew")
-        if method.local in names and node is not method.binding:
-            raise method.refused(node, f"{method.local} is assigned twice")
+            method.refuse(node, f"{EXTEND_PREFIX_LENS} is read through another name")
+        if reads and isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del):
+            method.refuse(node, f"{EXTEND_PREFIX_LENS} of the batch is assigned")
+        if method.batch in bound or method.graph in bound:
+            method.refuse(node, f"{' and '.join(bound)} is assigned anew")
+        if method.local in bound and node is not method.binding:
+            method.refuse(node, f"{method.local} is assigned twice")
         if isinstance(node, cst.Del | cst.Global | cst.Nonlocal):
-            raise method.refused(node, "names are unbound or shared here")
-        if (
-            isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef)
-            and node is not method.node
-            and any(load in walk(node) for load in method.loads)
-        ):
-            raise method.refused(node, f"an inner function reads {EXTEND_PREFIX_LENS}")
+            method.refuse(node, "names are unbound or shared here")
+        inner = isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef)
+        if reads and inner and node is not method.node:
+            method.refuse(node, f"an inner function reads {EXTEND_PREFIX_LENS}")
 
 
-def _torch(module: cst.Module) -> str:
-    """What the module calls torch."""
+def _choose_unused_name(method: RefreshMethod, names: Sequence[str]) -> str:
+    used = {node.value for node in method.nodes if isinstance(node, cst.Name)}
+    for name in names:
+        if name not in used:
+            return name
+    raise RefusedError(f"{REFRESH} uses the names {' and '.join(names)} for something else")
+
+
+def _find_first_statement(method: RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNode]:
+    """Find the innermost block that holds every load, and its first statement with one."""
+    paths = [method.trace_path(load) for load in method.loads]
+    common = [nodes[0] for nodes in zip(*paths, strict=False) if len({*map(id, nodes)}) == 1]
+    blocks = [node for node in common if isinstance(node, cst.IndentedBlock)]
+    if not blocks:
+        method.refuse(method.node, "the whole method is on one line")
+    below = paths[0].index(blocks[-1]) + 1
+    return blocks[-1], min((path[below] for path in paths), key=method.order.__getitem__)
+
+
+# -------------------------------------------------------------------------- the inert track fields
+
+
+def _edit_inert_fill(method: RefreshMethod) -> Iterator[Edit]:
+    """Keep the early return for eager batches; elsewhere fill inert fields, allocated once."""
+    module, batch, torch = method.module, method.batch, _find_torch_name(method.module)
+    early = _find_only(
+        method.nodes, lambda node: _is_early_return(node, batch), "early return on no mask"
+    )
+    fill = _parse_statements(
+        module,
+        "# A capture has to record the scatter: it gets fields that track nothing.\n"
+        f"for name, inert in {method.host}.{INERT_FIELDS}.items():\n"
+        f"    setattr({batch}, name, inert[: {batch}.batch_size])\n",
+    )
+    not_on_graph = cst.UnaryOperation(cst.Not(), cst.Name(method.graph))
+    eager = cst.If(test=not_on_graph, body=early.body, orelse=None)  # type: ignore[attr-defined]
+    yield Edit(early, early.with_changes(body=cst.IndentedBlock([eager, *fill])))
+
+    allocation = _find_only(
+        [*walk(method.owner)], _allocates_indices, f"allocation of {STATIC_INDICES}"
+    )
+    host = next(node.value for node in walk(allocation) if isinstance(node, cst.Name))
+    rows = f"{host}.{STATIC_INDICES}[:, 0]"
+    fields = _parse_statements(
+        module,
+        "# Track fields for captures without tracking metadata: graphs read them, none writes.\n"
+        f"{host}.{INERT_FIELDS} = {{\n"
+        f'    "{TRACK_MASK}": {torch}.zeros_like({rows}, dtype={torch}.bool),\n'
+        f'    "{TRACK_INDICES}": {torch}.zeros_like({rows}),\n'
+        f'    "{TRACK_SEQLENS}": {torch}.zeros_like({rows}),\n'
+        "}\n",
+    )
+    yield Edit(allocation, allocation, after=fields)
+
+
+def _find_only(
+    nodes: Sequence[cst.CSTNode], is_wanted: Callable[[cst.CSTNode], bool], what: str
+) -> cst.CSTNode:
+    found = [node for node in nodes if is_wanted(node)]
+    if len(found) != 1:
+        raise RefusedError(f"{len(found)} places look like the {what}, not 1")
+    return found[0]
+
+
+def _is_early_return(node: cst.CSTNode, batch: str) -> bool:
+    """Whether ``node`` is ``if BATCH.mamba_track_mask is None: ...; return``."""
+    if not isinstance(node, cst.If) or node.orelse is not None:
+        return False
+    test = node.test
+    return (
+        compares_with_none(test, cst.Is)
+        and isinstance(test, cst.Comparison)
+        and is_field(test.left, batch, TRACK_MASK)
+        and ends_in_return(node)
+    )
+
+
+def _allocates_indices(node: cst.CSTNode) -> bool:
+    if not isinstance(node, cst.SimpleStatementLine) or not isinstance(node.body[0], cst.Assign):
+        return False
+    targets = [target.target for target in node.body[0].targets]
+    return any(isinstance(t, cst.Attribute) and t.attr.value == STATIC_INDICES for t in targets)
+
+
+# ------------------------------------------------------------------------------------- the text
+
+
+def _find_torch_name(module: cst.Module) -> str:
+    """Find what the module calls torch."""
     for statement in module.body:
         if isinstance(statement, cst.SimpleStatementLine):
             for node in statement.body:
@@ -215,92 +260,18 @@ def _torch(module: cst.Module) -> str:
     raise RefusedError("the file does not import torch at its top level")
 
 
-def _unused(method: RefreshMethod, names: Sequence[str]) -> str:
-    used = {node.value for node in method.nodes if isinstance(node, cst.Name)}
-    for name in names:
-        if name not in used:
-            return name
-    raise RefusedError(f"{REFRESH} uses the names {' and '.join(names)} for something else")
+def _parse_statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement, ...]:
+    """Parse ``code`` with the indentation and the line ends of ``module``."""
+    code = code.replace(" " * 4, module.default_indent).replace("\n", module.default_newline)
+    parsed = cst.parse_module(code, config=module.config_for_parsing)
+    # A comment on the first line belongs to the header of a module of its own.
+    first: Any = parsed.body[0]
+    first = first.with_changes(leading_lines=[*parsed.header, *first.leading_lines])
+    return (first, *parsed.body[1:])
 
 
-def _common_statement(method: RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNode]:
-    """The innermost block that holds every load, and its first statement with one."""
-    paths = [method.path(load) for load in method.loads]
-    common = [nodes[0] for nodes in zip(*paths, strict=False) if len({*map(id, nodes)}) == 1]
-    blocks = [node for node in common if isinstance(node, cst.IndentedBlock)]
-    if not blocks:
-        raise method.refused(method.node, "the whole method is on one line")
-    below = paths[0].index(blocks[-1]) + 1
-    return blocks[-1], min((path[below] for path in paths), key=method.order.__getitem__)
-
-
-def _inert_fill(method: RefreshMethod) -> _Edits:
-    """Early return for eager batches only; inert fields for the others; their allocation."""
-    module, torch = method.module, _torch(method.module)
-    early = _only(
-        method.nodes, lambda node: _is_early_return(node, method.batch), "early return on no mask"
-    )
-    fill = _statements(
-        module,
-        "# A capture has to record the scatter: it gets fields that track nothing.\n"
-        f"for name, inert in {method.host}.{INERT_FIELDS}.items():\n"
-        f"    setattr({method.batch}, name, inert[: {method.batch}.batch_size])\n",
-    )
-    not_on_graph = cst.UnaryOperation(cst.Not(), cst.Name(method.graph))
-    eager = cst.If(test=not_on_graph, body=early.body, orelse=None)  # type: ignore[attr-defined]
-    filled = early.with_changes(body=cst.IndentedBlock([eager, *fill]))
-
-    alloc = _only(list(walk(method.owner)), _allocates_rows, f"allocation of {STATIC_INDICES}")
-    host = next(node.value for node in walk(alloc) if isinstance(node, cst.Name))
-    rows = f"{host}.{STATIC_INDICES}[:, 0]"
-    fields = _statements(
-        module,
-        "# Track fields for captures without tracking metadata: graphs read them, none writes.\n"
-        f"{host}.{INERT_FIELDS} = {{\n"
-        f'    "mamba_track_mask": {torch}.zeros_like({rows}, dtype={torch}.bool),\n'
-        f'    "mamba_track_indices": {torch}.zeros_like({rows}),\n'
-        f'    "mamba_track_seqlens": {torch}.zeros_like({rows}),\n'
-        "}\n",
-    )
-    return {early: _Replacement(filled), alloc: _Replacement(alloc, after=fields)}
-
-
-def _only(
-    nodes: Sequence[cst.CSTNode], wanted: Callable[[cst.CSTNode], bool], what: str
-) -> cst.CSTNode:
-    found = [node for node in nodes if wanted(node)]
-    if len(found) != 1:
-        raise RefusedError(f"{len(found)} places look like the {what}, not 1")
-    return found[0]
-
-
-def _is_early_return(node: cst.CSTNode, batch: str) -> bool:
-    """``if BATCH.mamba_track_mask is None: ...; return``."""
-    if not isinstance(node, cst.If) or node.orelse is not None:
-        return False
-    test = node.test
-    return (
-        isinstance(test, cst.Comparison)
-        and is_field(test.left, batch, TRACK_MASK)
-        and len(test.comparisons) == 1
-        and isinstance(test.comparisons[0].operator, cst.Is)
-        and is_name(test.comparisons[0].comparator, "None")
-        and ends_in_return(node)
-    )
-
-
-def _allocates_rows(node: cst.CSTNode) -> bool:
-    if not isinstance(node, cst.SimpleStatementLine) or not isinstance(node.body[0], cst.Assign):
-        return False
-    targets = [target.target for target in node.body[0].targets]
-    return any(isinstance(t, cst.Attribute) and t.attr.value == STATIC_INDICES for t in targets)
-
-
-# ------------------------------------------------------------------------------- formatting
-
-
-def _formatted(before: bytes, after: bytes, place: Path | None) -> bytes:
-    """``after``, formatted by ruff if ``before`` was."""
+def _format_like(before: bytes, after: bytes, place: Path | None) -> bytes:
+    """Format ``after`` with ruff if ``before`` is formatted."""
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if place is None or ruff is None:
         return after

@@ -1,4 +1,4 @@
-"""What the syntax tree of a file says of its refresh. Nothing is run, and nothing is written."""
+"""What the syntax tree of a file tells about its refresh. The file is not run, nor written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import enum
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any, NoReturn
 
 # Neither libcst.matchers nor libcst.metadata: each takes as long to import as libcst itself.
 import libcst as cst
@@ -20,11 +21,11 @@ MAX_DEPTH = 200
 
 
 class RefusedError(UserError):
-    """The file cannot be rewritten safely: the reason, with the place."""
+    """The file cannot be rewritten safely. The message says why, and at which line."""
 
 
 class Shape(str, enum.Enum):
-    """What a method's syntax tree says of it; ``probe.State`` is what running it says."""
+    """The state of a refresh by its syntax tree. ``probe.State`` is its state when it runs."""
 
     ABSENT = "absent"
     UNTRACKED = "untracked"
@@ -34,10 +35,10 @@ class Shape(str, enum.Enum):
 
 
 def read_shape(text: bytes) -> Shape:
-    """The state of the file's refresh, from its syntax tree alone.
+    """Tell the state of a file's refresh from its syntax tree alone.
 
     Raises:
-        RefusedError: the file is not Python that can be read.
+        RefusedError: the file is not Python, is too large, or is nested too deep.
     """
     return name_shape(find_methods(parse(text)))
 
@@ -92,9 +93,7 @@ class RefreshMethod:
             node
             for node in self.nodes
             if isinstance(node, cst.Comparison)
-            and len(node.comparisons) == 1
-            and isinstance(node.comparisons[0].operator, cst.Is | cst.IsNot)
-            and is_name(node.comparisons[0].comparator, "None")
+            and compares_with_none(node, cst.Is | cst.IsNot)
             and (
                 is_field(node.left, self.batch, EXTEND_PREFIX_LENS)
                 or (self.local is not None and is_name(node.left, self.local))
@@ -110,10 +109,11 @@ class RefreshMethod:
             if isinstance(node, cst.If | cst.IfExp)
             and self._asks_for_missing_on_graph(node)
             and (isinstance(node, cst.IfExp) or self._binds_local(node.body))
-            # A second call on one batch finds the mask filled, and passes the fill's branch by.
+            # A guard inside the fill's branch is none: a second call on the same batch finds the
+            # mask filled, and skips that branch.
             and not any(
                 isinstance(outer, cst.If) and any(fill in walk(outer) for fill in self.fills)
-                for outer in self.path(node)
+                for outer in self.trace_path(node)
             )
         ]
 
@@ -128,7 +128,7 @@ class RefreshMethod:
             isinstance(outer, cst.If)
             and is_name(outer.test, self.graph)
             and node in walk(outer.body)
-            for outer in self.path(node)
+            for outer in self.trace_path(node)
         )
 
     def _binds_local(self, body: cst.CSTNode) -> bool:
@@ -136,14 +136,14 @@ class RefreshMethod:
 
     @cached_property
     def fills(self) -> list[cst.CSTNode]:
-        """Where a mask is put into the batch."""
+        """Where the method puts an inert mask into the batch."""
         return [
             node
             for node in self.nodes
             if (
                 isinstance(node, cst.AssignTarget) and is_field(node.target, self.batch, TRACK_MASK)
             )
-            # The fill that this module writes is a loop of setattr.
+            # ``apply --inert-fill`` writes a loop of setattr.
             or (
                 isinstance(node, cst.Call)
                 and is_name(node.func, "setattr")
@@ -154,7 +154,7 @@ class RefreshMethod:
 
     @property
     def is_exempt(self) -> bool:
-        """Whether it returns where it is asked for draft-extend."""
+        """Whether the method returns early for draft-extend."""
         return any(
             isinstance(node, cst.If)
             and ends_in_return(node)
@@ -167,23 +167,27 @@ class RefreshMethod:
             for node in self.nodes
         )
 
-    def path(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """The nodes from the method down to ``node``."""
+    def trace_path(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """List the nodes from the method down to ``node``."""
         path = [node]
         while path[-1] is not self.node:
             path.append(self.parents[path[-1]])
         return path[::-1]
 
-    def refused(self, node: cst.CSTNode, reason: str) -> RefusedError:
-        """The error for something at ``node``."""
+    def refuse(self, node: cst.CSTNode, reason: str) -> NoReturn:
+        """Raise ``RefusedError`` with the line of ``node``."""
         from libcst.metadata import MetadataWrapper, PositionProvider
 
         positions = MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
-        return RefusedError(f"line {positions[node].start.line}: {reason}")
+        raise RefusedError(f"line {positions[node].start.line}: {reason}")
 
 
 def parse(text: bytes) -> cst.Module:
-    """The syntax tree of ``text``; refuses a file that cannot be read or reproduced."""
+    """Parse ``text``, the bytes of a file.
+
+    Raises:
+        RefusedError: it is not Python, or its bytes could not be written back as they are.
+    """
     if len(text) > MAX_BYTES:
         raise RefusedError(f"the file has {len(text)} bytes; this edits at most {MAX_BYTES}")
     _check_python(text)
@@ -199,7 +203,7 @@ def parse(text: bytes) -> cst.Module:
 
 
 def _check_python(text: bytes) -> None:
-    """Refuse what LibCST would die of: its parser overflows the stack on deep expressions."""
+    """Refuse what would kill LibCST: its parser overflows the stack on deep expressions."""
     deep = RefusedError(f"nested deeper than {MAX_DEPTH} levels")
     try:
         with warnings.catch_warnings():
@@ -221,7 +225,10 @@ def _check_python(text: bytes) -> None:
 def walk(
     node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode] | None = None
 ) -> Iterator[cst.CSTNode]:
-    """``node`` and all below it, statements in the order of the text."""
+    """Yield ``node`` and all nodes below it, statements in the order of the text.
+
+    ``parents`` is filled with each node's parent.
+    """
     yield node
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
@@ -233,7 +240,7 @@ def walk(
 
 
 def find_methods(module: cst.Module) -> list[RefreshMethod]:
-    """Every definition of the refresh in a class of the module's top level, or under an ``if``."""
+    """Find every refresh in a top-level class, also in one under an ``if`` or ``try``."""
     owners = [node for node in module.body if isinstance(node, cst.ClassDef)]
     for compound in module.body:
         if isinstance(compound, cst.If | cst.Try):
@@ -258,15 +265,25 @@ def is_field(node: cst.CSTNode, owner: str, name: str) -> bool:
     )
 
 
+def compares_with_none(node: cst.CSTNode, operators: Any) -> bool:
+    """Whether ``node`` is ``X is None``, with one of these operators."""
+    return (
+        isinstance(node, cst.Comparison)
+        and len(node.comparisons) == 1
+        and isinstance(node.comparisons[0].operator, operators)
+        and is_name(node.comparisons[0].comparator, "None")
+    )
+
+
 def names_field(node: cst.CSTNode) -> bool:
-    """Whether this reads the prefix lengths of anything, or spells the field's name in full."""
+    """Whether ``node`` reads the field from any object, or is a string with the field's name."""
     return (isinstance(node, cst.Attribute) and is_name(node.attr, EXTEND_PREFIX_LENS)) or (
         isinstance(node, cst.SimpleString) and node.raw_value == EXTEND_PREFIX_LENS
     )
 
 
 def list_bound_names(assign: cst.CSTNode) -> list[str]:
-    """The plain names that an assignment binds."""
+    """List the plain names that an assignment binds."""
     if isinstance(assign, cst.Assign):
         targets: list[cst.CSTNode] = [target.target for target in assign.targets]
     elif isinstance(assign, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For | cst.CompFor):
@@ -275,7 +292,7 @@ def list_bound_names(assign: cst.CSTNode) -> list[str]:
         targets = [assign.name]
     else:
         return []
-    # A field or an item that is assigned to binds no name.
+    # An assignment to a field or an item binds no name.
     return [
         node.value
         for target in targets
@@ -286,13 +303,13 @@ def list_bound_names(assign: cst.CSTNode) -> list[str]:
 
 
 def is_crashing(method: RefreshMethod) -> bool:
-    """Whether the method reads the prefix lengths unguarded."""
+    """Whether the method reads the prefix lengths without a guard."""
     return bool(method.loads) and not method.guards and not method.is_exempt
 
 
 def name_shape(methods: Sequence[RefreshMethod]) -> Shape:
-    """The shape of a file that has these definitions of the refresh."""
-    # An override that only calls its base says nothing; the base does.
+    """Name the shape of a file by its definitions of the refresh."""
+    # An override that only calls its base does what the base does.
     methods = [method for method in methods if method.loads]
     crashing = [method for method in methods if is_crashing(method)]
     if crashing:
@@ -303,7 +320,7 @@ def name_shape(methods: Sequence[RefreshMethod]) -> Shape:
 
 
 def ends_in_return(node: cst.If) -> bool:
-    """Whether the last statement of the ``if`` is a return of nothing."""
+    """Whether the last statement of the ``if`` returns None."""
     last = node.body.body[-1]
     if isinstance(last, cst.SimpleStatementLine):
         last = last.body[-1]

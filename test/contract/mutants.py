@@ -223,7 +223,9 @@ NO_GUARD, *OTHERS = read_table(
     }
 )
 
-CONTROLS = read_table({(REFRESH, ""): {"unchanged method": ()}, (FORMULA, ""): {"unchanged": ()}})
+CONTROLS = read_table(
+    {(REFRESH, ""): {"unchanged method": ()}, (FORMULA, ""): {"unchanged formula": ()}}
+)
 """Built like the mutants, without an edit: every test passes, or the others prove nothing."""
 
 MUTANTS = (*REJECTED_DESIGNS, NO_GUARD, *OTHERS)

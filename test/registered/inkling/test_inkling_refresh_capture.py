@@ -1,6 +1,6 @@
-"""The refresh and SGLang's own checkpoint scatter, captured in real CUDA graphs, without a server.
+"""The refresh and SGLang's own checkpoint scatter in real CUDA graphs, without a server.
 
-The conv pool after each replay is compared, bit for bit, with one that is written row by row.
+After each replay the conv pool must equal, bit for bit, one that is written row by row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 import random
 import sys
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 from inkling_sconv import names
 from inkling_sconv.plugin.backend import InklingSconvBackend
-from inkling_sconv.probe import backend as probe
-from inkling_sconv.probe.backend import Rig, State
+from inkling_sconv.probe.backend import Rig, State, classify, find_backends
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=40, stage="base-b", runner_config="1-gpu-large")
@@ -37,33 +37,32 @@ class Subject(NamedTuple):
     exempt: bool
 
 
-def installed() -> type:
-    module = importlib.import_module(names.BACKEND_MODULE)
-    return probe.find_backends(module)[0]
+def find_installed() -> type:
+    return find_backends(importlib.import_module(names.BACKEND_MODULE))[0]
 
 
-def ours(**form: bool) -> type:
-    """Our method on the installed host; ``form`` is for ``_alloc_inert_tracking``."""
+def graft(**form: bool) -> type:
+    """Our method on the installed class; ``form`` goes to ``_alloc_inert_tracking``."""
 
     def alloc(self) -> None:
         super(cls, self)._alloc_graph_buffers()
         InklingSconvBackend._alloc_inert_tracking(self, **form)
 
     refresh = InklingSconvBackend._refresh_track_conv_indices
-    members = {"_alloc_graph_buffers": alloc, "_refresh_track_conv_indices": refresh}
-    cls = type("Ours", (installed(),), members)
+    members = {names.ALLOC_GRAPH_BUFFERS: alloc, names.REFRESH: refresh}
+    cls = type("Ours", (find_installed(),), members)
     return cls
 
 
-def subjects() -> dict[str, Subject]:
-    """Ours in both forms of draft-extend; the installed one where it should hold."""
+def list_subjects() -> dict[str, Subject]:
+    """Ours in both forms of draft-extend, and the installed class if it has the guard."""
     found = {
-        "ours": Subject(ours(), exempt=True),
-        "ours, inert": Subject(ours(exempt_draft_extend=False), exempt=False),
+        "ours": Subject(graft(), exempt=True),
+        "ours, inert": Subject(graft(exempt_draft_extend=False), exempt=False),
     }
-    state = probe.classify(installed()).state
+    state = classify(find_installed()).state
     if state in (State.GUARDED, State.EXEMPT):
-        found["installed"] = Subject(installed(), exempt=state is State.EXEMPT)
+        found["installed"] = Subject(find_installed(), exempt=state is State.EXEMPT)
     return found
 
 
@@ -94,165 +93,159 @@ class Step:
 
 
 class Captured:
-    """One graph: the scatter, and in front of it the refresh if ``records_refresh``."""
+    """One graph: the scatter, after the refresh if ``records_refresh``."""
 
     def __init__(
-        self, subject: type, mode: str, rows: int, *, tracked: bool, records_refresh: bool
+        self, subject: type, mode: str, rows: int, *, tracked: bool, records_refresh: bool = True
     ):
         from sglang.srt.models.inkling_common.sconv import fused_gather_scatter_to_sconv_cache
 
-        self.rows, self.records_refresh = rows, records_refresh
+        self.records_refresh = records_refresh
         self.rig = Rig(subject, max_rows=MAX_ROWS, window=WINDOW, chunk_size=CHUNK, device="cuda")
-        generator = torch.Generator("cuda").manual_seed(0)
-        self.pool = torch.randn(SLOTS, WINDOW, WIDTH, device="cuda", generator=generator).bfloat16()
-        self.hidden = torch.randn(
-            MAX_ROWS * 200, WIDTH, device="cuda", generator=generator
-        ).bfloat16()
+        self.pool = torch.randn(SLOTS, WINDOW, WIDTH, device="cuda").bfloat16()
+        self.hidden = torch.randn(MAX_ROWS * 200, WIDTH, device="cuda").bfloat16()
         zeros = [0] * rows
         fields = {"mask": [False] * rows, "track_seqlens": zeros, "prefix_lens": zeros}
         self.batch = self.rig.make_batch(
             mode, rows, **(fields if tracked else {}), dtypes=(torch.int64, torch.int64)
         )
-        self.starts = torch.tensor(
-            [4 * r for r in range(rows + 1)], dtype=torch.int32, device="cuda"
+        self.metadata = self.rig.backend.sconv_metadata
+        self.metadata.query_start_loc = self.rig.make_tensor(
+            [4 * r for r in range(rows + 1)], torch.int32
         )
-        self.rig.backend.sconv_metadata.query_start_loc = self.starts
         # Recorded too, so that a graph with neither refresh nor scatter is not an empty one.
         self.runs = torch.zeros(1, dtype=torch.int64, device="cuda")
 
-        def scatter() -> None:
-            indices = self.rig.backend.sconv_metadata.track_conv_indices
-            if indices is not None:
-                fused_gather_scatter_to_sconv_cache(
-                    hidden_states=self.hidden,
-                    sconv_cache=self.pool,
-                    track_conv_indices=indices,
-                    mask=self.batch.mamba_track_mask,
-                    dst_indices=self.batch.mamba_track_indices,
-                )
-
-        def body() -> None:
+        def run() -> None:
             self.runs.add_(1)
             if records_refresh:
                 self.refresh()
-            scatter()
+            if self.metadata.track_conv_indices is not None:
+                fused_gather_scatter_to_sconv_cache(
+                    hidden_states=self.hidden,
+                    sconv_cache=self.pool,
+                    track_conv_indices=self.metadata.track_conv_indices,
+                    mask=self.batch.mamba_track_mask,
+                    dst_indices=self.batch.mamba_track_indices,
+                )
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.refresh()
-            body()
+            run()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            body()
+            run()
 
     def refresh(self) -> None:
         self.rig.backend._refresh_track_conv_indices(self.batch, True)
 
-    def replay(self, step: Step) -> None:
-        """As a runner does it: fields changed in place, what is past the live rows cleared."""
-
-        def put(target: torch.Tensor, values: list[int]) -> None:
+    def load(self, step: Step) -> None:
+        """Change the fields in place, as a runner does, and clear what is past the live rows."""
+        for target, values in (
+            (self.metadata.query_start_loc, step.starts),
+            (self.batch.mamba_track_mask, step.mask),
+            (self.batch.mamba_track_indices, step.slots),
+            (self.batch.mamba_track_seqlens, step.seqlens),
+            (self.batch.extend_prefix_lens, step.prefix),
+        ):
             target[: len(values)].copy_(torch.tensor(values, dtype=target.dtype))
             target[len(values) :].zero_()
-
-        self.starts.copy_(torch.tensor(step.starts, dtype=torch.int32))
-        put(self.batch.mamba_track_mask, step.mask)
-        put(self.batch.mamba_track_indices, step.slots)
-        put(self.batch.mamba_track_seqlens, step.seqlens)
-        put(self.batch.extend_prefix_lens, step.prefix)
         if not self.records_refresh:
             self.refresh()
-        self.graph.replay()
 
 
-def live_replays_differ(subject: type, records_refresh: bool) -> int:
+def capture_untracked(subject: type, mode: str) -> Iterator[tuple[Captured, bool]]:
+    """A capture without metadata of each size, and whether its replay changed the pool."""
+    for rows in range(1, MAX_ROWS + 1):
+        captured = Captured(subject, mode, rows, tracked=False)
+        before, runs = captured.pool.clone(), captured.runs.clone()
+        captured.hidden.normal_()
+        captured.graph.replay()
+        assert torch.equal(captured.runs, runs + 1)
+        yield captured, not torch.equal(captured.pool, before)
+
+
+def count_wrong_replays(subject: type, records_refresh: bool) -> int:
     """How many of ``STEPS`` replays per size leave another pool than the one written row by row."""
-    differing = 0
+    wrong = 0
     for rows in (1, 2, 5, 8):
         captured = Captured(subject, "EXTEND", rows, tracked=True, records_refresh=records_refresh)
         expected = captured.pool.clone()
         for seed in range(STEPS):
             captured.hidden.normal_()
             step = Step(1000 * rows + seed, rows)
-            captured.replay(step)
+            captured.load(step)
+            captured.graph.replay()
             step.write(expected, captured.hidden)
-            differing += not torch.equal(captured.pool, expected)
+            wrong += not torch.equal(captured.pool, expected)
             expected.copy_(captured.pool)
-    return differing
+    return wrong
 
 
-def inert_replays_differ(subject: type, mode: str) -> int:
+def count_wrong_inert_captures(subject: type, mode: str) -> int:
     """How many sizes of a capture without metadata write to the pool, or record no scatter."""
-    differing = 0
-    for rows in range(1, MAX_ROWS + 1):
-        captured = Captured(subject, mode, rows, tracked=False, records_refresh=True)
-        before = captured.pool.clone()
-        captured.hidden.normal_()
-        captured.graph.replay()
-        inert = torch.equal(captured.pool, before)
+    wrong = 0
+    for captured, wrote in capture_untracked(subject, mode):
         # A live mask in the captured buffer shows that the scatter is in the graph.
-        recorded = captured.batch.mamba_track_mask is not None
-        if recorded:
-            mask = captured.batch.mamba_track_mask
+        mask, before = captured.batch.mamba_track_mask, captured.pool.clone()
+        if mask is not None:
             mask.fill_(True)
             captured.graph.replay()
-            recorded = not torch.equal(captured.pool, before)
             mask.fill_(False)
-        differing += not (inert and recorded)
-    return differing
+        wrong += wrote or mask is None or torch.equal(captured.pool, before)
+    return wrong
 
 
-def exempt_captures_differ(subject: type) -> int:
+def count_wrong_exempt_captures(subject: type) -> int:
     """How many sizes of a draft-extend capture get indices or fields, or write to the pool."""
-    differing = 0
-    for rows in range(1, MAX_ROWS + 1):
-        captured = Captured(subject, DRAFT_EXTEND, rows, tracked=False, records_refresh=True)
-        before, runs = captured.pool.clone(), captured.runs.clone()
-        captured.hidden.normal_()
-        captured.graph.replay()
-        batch, metadata = captured.batch, captured.rig.backend.sconv_metadata
-        names = ("mamba_track_mask", "mamba_track_indices", "mamba_track_seqlens")
-        alone = metadata.track_conv_indices is None and all(
-            getattr(batch, name) is None for name in names
-        )
-        replayed = torch.equal(captured.runs, runs + 1)
-        differing += not (alone and replayed and torch.equal(captured.pool, before))
-    return differing
+    fields = (names.TRACK_MASK, names.TRACK_INDICES, names.TRACK_SEQLENS)
+    return sum(
+        wrote
+        or captured.metadata.track_conv_indices is not None
+        or any(getattr(captured.batch, name) is not None for name in fields)
+        for captured, wrote in capture_untracked(subject, DRAFT_EXTEND)
+    )
+
+
+def refuses_live_batch(subject: type) -> bool:
+    """Whether an eager batch without prefix lengths raises."""
+    rig = Rig(subject, device="cuda")
+    batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
+    try:
+        rig.refresh(batch, [0, 64], on_graph_path=False)
+    except Exception:
+        return True
+    return False
 
 
 @harness.needs_gpu
 class TestRefreshCapture(unittest.TestCase):
-    def test_replays_with_the_refresh_in_the_graph(self) -> None:
-        for name, subject in subjects().items():
-            with self.subTest(name):
-                self.assertEqual(live_replays_differ(subject.cls, records_refresh=True), 0)
-
-    def test_replays_with_the_refresh_in_front_of_the_graph(self) -> None:
-        for name, subject in subjects().items():
-            with self.subTest(name):
-                self.assertEqual(live_replays_differ(subject.cls, records_refresh=False), 0)
+    def test_replays(self) -> None:
+        for name, subject in list_subjects().items():
+            for records_refresh in (True, False):
+                with self.subTest(name, records_refresh=records_refresh):
+                    self.assertEqual(count_wrong_replays(subject.cls, records_refresh), 0)
 
     def test_captures_without_metadata_record_an_inert_scatter(self) -> None:
-        for name, subject in subjects().items():
+        for name, subject in list_subjects().items():
             with self.subTest(name):
-                self.assertEqual(inert_replays_differ(subject.cls, "EXTEND"), 0)
+                self.assertEqual(count_wrong_inert_captures(subject.cls, "EXTEND"), 0)
 
     def test_draft_extend_captures_are_left_alone_or_inert(self) -> None:
-        for name, (subject, exempt) in subjects().items():
+        for name, (subject, exempt) in list_subjects().items():
             with self.subTest(name):
                 if exempt:
-                    self.assertEqual(exempt_captures_differ(subject), 0)
+                    self.assertEqual(count_wrong_exempt_captures(subject), 0)
                 else:
-                    self.assertEqual(inert_replays_differ(subject, DRAFT_EXTEND), 0)
+                    self.assertEqual(count_wrong_inert_captures(subject, DRAFT_EXTEND), 0)
 
     def test_a_live_batch_without_prefix_lengths_is_refused(self) -> None:
-        for name, subject in subjects().items():
-            with self.subTest(name), self.assertRaises((RuntimeError, AttributeError)):
-                rig = Rig(subject.cls, device="cuda")
-                batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
-                rig.refresh(batch, [0, 64], on_graph_path=False)
+        for name, subject in list_subjects().items():
+            with self.subTest(name):
+                self.assertTrue(refuses_live_batch(subject.cls))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+from collections.abc import Set
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -77,6 +78,39 @@ def is_allowed() -> bool:
     """Whether ``SGLANG_PLUGINS`` is unset, or lists this plugin."""
     names = {name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",")} - {""}
     return not names or PLUGIN in names
+
+
+def describe_plugin() -> str:
+    """Say in one line whether servers of this Python load the plugin, and with which variables."""
+    if not is_installed():
+        return "its entry point is missing: pip install sglang-inkling-sconv"
+    if not is_allowed():
+        return f"kept out by {PLUGINS_VARIABLE}; add {PLUGIN} to it"
+    values = {MODE_VARIABLE: Mode.AUTO.value, FIXES_VARIABLE: "", DRAFT_EXTEND_VARIABLE: ""}
+    values = {name: os.environ.get(name) or default for name, default in values.items()}
+    return ", ".join(
+        ["loaded by servers", *(f"{n}={value}" for n, value in values.items() if value)]
+    )
+
+
+def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
+    """List the variables to unset, so that the plugin applies ``fixes``.
+
+    Args:
+        fixes: names of fixes that the plugin does not apply now.
+        setting: the variables that will be set for them, ``NAME=VALUE`` separated by spaces.
+    """
+    mode, named, form = (
+        os.environ.get(name, "").strip().lower()
+        for name in (MODE_VARIABLE, FIXES_VARIABLE, DRAFT_EXTEND_VARIABLE)
+    )
+    obstacles = {
+        PLUGINS_VARIABLE: not is_allowed(),
+        MODE_VARIABLE: mode == Mode.OFF,
+        FIXES_VARIABLE: bool(named) and not setting,
+        DRAFT_EXTEND_VARIABLE: form == DraftExtend.INERT and "draft-checkpoint" in fixes,
+    }
+    return [name for name, hinders in obstacles.items() if hinders]
 
 
 def log(level: int, message: str) -> None:

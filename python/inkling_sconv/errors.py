@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """The user can mend this. The message is one line: what, where, what to do."""
+    """An error that the user can fix. The message is one line: what, where, what to do."""

@@ -1,7 +1,6 @@
-"""``inkling-sconv``: what a tree does, and the edit that cures it. One file a command.
+"""The command ``inkling-sconv``: one file a command, for parsing and printing only.
 
-Only parsing and printing happen here. Each command imports what it needs when it runs, so that
-``--help`` is there within a second.
+A command imports what it needs when it runs, so ``--help`` answers within a second.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from inkling_sconv.cli.verify import verify
 from inkling_sconv.cli.watch import watch
 
 app = typer.Typer(
-    help="Inkling's conv-state tracking under CUDA graphs: look at an SGLang tree, and cure it.",
+    help="Check how an SGLang tree tracks Inkling's conv state under CUDA graphs, and fix it.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -30,12 +29,12 @@ app.command()(doctor)
 app.command()(apply)
 app.command()(export)
 app.command()(revert)
-# It has a parser of its own, so that a machine without this package's extras can write one.
+app.command()(verify)
+# tiny has a parser of its own: ``python -m inkling_sconv.tiny`` runs it without Typer.
 app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(tiny)
-app.command()(verify)
 app.command(name="ci-init")(ci_init)
 app.command()(watch)
 

@@ -19,11 +19,16 @@ def apply(
     path: Editable = None,
     inert_fill: InertFill = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit 1 if it would.")
+        bool, typer.Option("--check", help="Change nothing; exit 1 if the file needs the edit.")
     ] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Change nothing; print the edit.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Change nothing; print the edit as a diff.")
+    ] = False,
 ) -> None:
-    """Put the guard into the tree's own file, then run doctor; what does not heal is put back."""
+    """Add the guard to the tree's own file, check the result, and put the file back if it fails.
+
+    Exit 0: healthy, or nothing to do; 1: --check, and it needs the edit; 2: refused or put back.
+    """
     from inkling_sconv.trees.examine import examine_tree
     from inkling_sconv.trees.replacement import replace_file, restore_file
 
@@ -36,7 +41,7 @@ def apply(
             print(f"{file}: nothing to do; the guard is there")
             return
         if diff:
-            sys.stdout.write(_diff(_relative(tree, file), before, after))
+            sys.stdout.write(_format_diff(_name_for_patch(tree, file), before, after))
         if check or diff:
             if check:
                 print(f"{file}: would be rewritten")
@@ -54,12 +59,12 @@ def apply(
         print("next: git diff; commit it; undo: revert")
 
 
-def _relative(tree: Tree, file: Path) -> Path:
-    """The file's name from where ``git apply`` or ``patch -p1`` is run."""
+def _name_for_patch(tree: Tree, file: Path) -> Path:
+    """Name the file as seen from where ``git apply`` or ``patch -p1`` runs."""
     return file.relative_to(tree.root.parent if tree.root.name == "python" else tree.root)
 
 
-def _diff(name: Path, before: bytes, after: bytes) -> str:
+def _format_diff(name: Path, before: bytes, after: bytes) -> str:
     # Only a newline ends a line of a patch; splitlines() ends one at a form feed too.
     old, new = (
         list(io.StringIO(text.decode(errors="replace"), newline="\n")) for text in (before, after)

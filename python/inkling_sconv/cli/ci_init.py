@@ -13,7 +13,7 @@ from inkling_sconv.cli.common import one_line_errors
 def ci_init(
     path: Annotated[Path, typer.Argument(metavar="TREE", help="A fork's checkout.")],
 ) -> None:
-    """Copy the registered tests and a workflow into a fork's checkout. Nothing is overwritten."""
+    """Copy the registered tests and a workflow into a fork's checkout. No file is overwritten."""
     from inkling_sconv.fork_ci.copy import NEXT, copy_into
 
     with one_line_errors():

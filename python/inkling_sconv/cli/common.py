@@ -1,4 +1,4 @@
-"""What several commands share: arguments, exit codes, and errors as one line on stderr."""
+"""Arguments, exit codes and errors that several commands share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from inkling_sconv.errors import UserError
 HEALTHY, NEEDS_THE_FIX, COULD_NOT_TELL = 0, 1, 2
 
 
-def _tree(kinds: str) -> Any:
+def _declare_tree(kinds: str) -> Any:
     text = f"{kinds} Default: the installed SGLang."
     return typer.Argument(metavar="TREE", help=text, show_default=False)
 
 
-Readable = Annotated[Path | None, _tree("A checkout, a folder with sglang in it, or a wheel.")]
-Editable = Annotated[Path | None, _tree("A checkout, or a folder with sglang in it.")]
+Readable = Annotated[
+    Path | None, _declare_tree("A checkout, a folder with sglang in it, or a wheel.")
+]
+Editable = Annotated[Path | None, _declare_tree("A checkout, or a folder with sglang in it.")]
 InertFill = Annotated[
-    bool, typer.Option("--inert-fill", help="On an untracked tree: add the inert track fields too.")
+    bool, typer.Option("--inert-fill", help="In an untracked tree, add the inert track fields too.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn every error that the user can mend into one line on stderr and exit 2."""
+    """Turn every error that the user can fix into one line on stderr and exit 2."""
     try:
         yield
     except UserError as error:
@@ -45,6 +47,6 @@ def warn(message: str) -> None:
 
 
 def fail(message: str, code: int = COULD_NOT_TELL) -> NoReturn:
-    """Print one line on stderr, and end with ``code``."""
+    """Print one line on stderr and exit with ``code``."""
     warn(message)
     raise typer.Exit(code)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Annotated, Any
 
 import typer
 
-from inkling_sconv import names
 from inkling_sconv.cli.common import (
     COULD_NOT_TELL,
     HEALTHY,
@@ -30,7 +28,7 @@ def doctor(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a tree for the whole contract, on CPU tensors.
+    """Check a tree's class against the whole contract, on CPU tensors.
 
     Exit 0: healthy; 1: needs the fix; 2: could not tell.
 
@@ -39,102 +37,79 @@ def doctor(
     from inkling_sconv.trees.tree import open_tree
 
     with one_line_errors(), open_tree(path) as tree:
-        report = read_statically(tree) if static else examine(tree, installed=path is None)
+        report = _read_tree(tree) if static else _run_tree(tree, installed=path is None)
     if as_json:
         print(json.dumps(report))
     else:
-        _show(report)
+        _print_report(report)
     raise typer.Exit(report["exit"])
 
 
-def read_statically(tree: Tree) -> dict[str, Any]:
-    """The report of a tree that was not run."""
+def _read_tree(tree: Tree) -> dict[str, Any]:
+    """Report what the syntax tree alone tells."""
     from inkling_sconv.codemod.shape import Shape, read_shape
 
-    found = read_shape(tree.backend.read_bytes())
+    shape = read_shape(tree.backend.read_bytes())
     codes = {Shape.GUARDED: HEALTHY, Shape.EXEMPT: HEALTHY, Shape.ABSENT: COULD_NOT_TELL}
     return {
         "tree": str(tree.root),
         "how": "from the syntax tree alone; nothing was run",
-        "state": found.value,
+        "state": shape.value,
         "setting": "",
-        "exit": codes.get(found, NEEDS_THE_FIX),
+        "exit": codes.get(shape, NEEDS_THE_FIX),
         "rows": [],
     }
 
 
-def examine(tree: Tree, *, installed: bool) -> dict[str, Any]:
-    """The report of a tree that was run."""
+def _run_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
+    """Report what the tree's class does when it runs."""
+    from inkling_sconv.plugin.settings import describe_plugin
     from inkling_sconv.trees.examine import examine_tree
 
     report = examine_tree(tree, installed=installed)
     if installed:
-        report["plugin"] = _plugin_state()
+        report["plugin"] = describe_plugin()
     if "backend" not in report:
         return report | {"exit": COULD_NOT_TELL}
     broken = any(row["verdict"] == "broken" for row in report["rows"])
     return report | {"exit": NEEDS_THE_FIX if broken else HEALTHY}
 
 
-def _plugin_state() -> str:
-    """What keeps our plugin out of a server of this Python, or that nothing does."""
-    from inkling_sconv.plugin import settings
-
-    if not settings.is_installed():
-        return "its entry point is missing: pip install sglang-inkling-sconv"
-    if not settings.is_allowed():
-        return f"kept out by SGLANG_PLUGINS; add {names.PLUGIN} to it"
-    values = {
-        names.MODE_VARIABLE: "auto",
-        names.FIXES_VARIABLE: "",
-        names.DRAFT_EXTEND_VARIABLE: "",
-    }
-    values = {name: os.environ.get(name) or value for name, value in values.items()}
-    return "loaded by servers, " + ", ".join(f"{n}={value}" for n, value in values.items() if value)
-
-
-def _fix_for(row: dict[str, Any]) -> str:
-    """The fix that mends a row that does not hold; empty where none does."""
+def _get_fix(row: dict[str, Any]) -> str:
+    """Return the name of the fix for a row that does not hold, if there is one."""
     return "" if row["verdict"] == "holds" else row["fix"]
 
 
-def _advice(report: dict[str, Any]) -> str:
-    """What to change of the environment for the plugin to mend every row that a fix is for."""
-    left = {*map(_fix_for, report["rows"])} - {""}
-    if not left:
-        return ""
-    unset = []
-    # A tree that was named is asked without plugins: no variable has kept it from being mended.
-    if "plugin" in report:
-        from inkling_sconv.plugin import settings
+def _advise_environment(report: dict[str, Any]) -> str:
+    """Word what to change in the environment, so that the plugin applies the missing fixes."""
+    from inkling_sconv.plugin.settings import list_obstacles
 
-        variables = (names.MODE_VARIABLE, names.FIXES_VARIABLE, names.DRAFT_EXTEND_VARIABLE)
-        mode, fixes, form = (os.environ.get(name, "").strip().lower() for name in variables)
-        hindering = {
-            "SGLANG_PLUGINS": not settings.is_allowed(),
-            names.MODE_VARIABLE: mode == "off",
-            names.FIXES_VARIABLE: fixes and not report["setting"],
-            names.DRAFT_EXTEND_VARIABLE: form == "inert" and "draft-checkpoint" in left,
-        }
-        unset = [name for name, hinders in hindering.items() if hinders]
-    steps = [f"unset {' and '.join(unset)}"] if unset else []
-    steps += [f"set {report['setting']}"] if report["setting"] else []
+    fixes = {*map(_get_fix, report["rows"])} - {""}
+    if not fixes:
+        return ""
+    setting = report["setting"]
+    # A TREE is examined without plugins, so no variable had a part in the answer.
+    obstacles = list_obstacles(fixes, setting) if "plugin" in report else []
+    steps = [f"unset {' and '.join(obstacles)}"] if obstacles else []
+    steps += [f"set {setting}"] if setting else []
     return ", ".join(steps)
 
 
-def _next(report: dict[str, Any]) -> str:
+def _advise(report: dict[str, Any]) -> str:
+    """Word what to do next."""
     state, tree = report["state"], report["tree"]
-    missing = re.search(
-        r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'", report.get("why", "")
-    )
-    if report["exit"] == COULD_NOT_TELL and missing:
+    if report["exit"] == COULD_NOT_TELL:
+        static = f"inkling-sconv doctor --static {tree}"
+        missing = re.search(
+            r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'",
+            report.get("why", ""),
+        )
+        if not missing:
+            return static
         module = (missing[1] or missing[2]).split(".")[0]
         which = "" if missing[1] else " in the version that this SGLang pins"
-        static = f"inkling-sconv doctor --static {tree}"
         return f"pip install {module}{which}, or judge without it: {static}"
-    if report["exit"] == COULD_NOT_TELL:
-        return f"inkling-sconv doctor --static {tree}"
-    advice = _advice(report)
+    advice = _advise_environment(report)
     if report["exit"] == HEALTHY and advice:
         return f"it starts and is safe; for more accepted tokens (docs/fixes.md), {advice}"
     if report["exit"] == HEALTHY:
@@ -144,29 +119,28 @@ def _next(report: dict[str, Any]) -> str:
         return f"{advice}, or {apply}" if advice and "plugin" in report else apply
     if state == "untracked":
         return advice or (
-            "SGLang 0.5.18 or newer, or the plugin, which mends the runner; apply --inert-fill "
-            "brings the method's half, not the runner's"
+            "SGLang 0.5.18 or newer, or the plugin, which fixes the runner; apply --inert-fill "
+            "fixes the method's half, not the runner's"
         )
     if advice:
-        return f"{advice} for servers, or cherry-pick what stands beside the broken rows"
+        return f"{advice} for servers, or cherry-pick the changes named beside the broken rows"
     return "read the broken rows: apply knows no edit for them"
 
 
-def _show(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
     if report["rows"]:
         table = Table(title=f"{report['backend']} in {report['tree']}")
-        for heading in ("", "asked", "upstream", "seen"):
+        for heading in ("", "check", "upstream", "found"):
             table.add_column(heading, overflow="fold")
         for row in report["rows"]:
             verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            fix = f"; mended by {_fix_for(row)}" if _fix_for(row) else ""
+            fix = f"; fixed by {_get_fix(row)}" if _get_fix(row) else ""
             table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
-        console.print(table)
+        Console().print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:
             limit = "limit" if limits == 1 else "limits"
@@ -177,4 +151,4 @@ def _show(report: dict[str, Any]) -> None:
     bare = f", {report['bare']} without plugins" if "bare" in report else ""
     how = f", {report['how']}" if "how" in report else ""
     print(f"state: {report['state']}{why}{bare}{how}")
-    print(f"next: {_next(report)}")
+    print(f"next: {_advise(report)}")

@@ -1,4 +1,4 @@
-"""What ``apply``, ``export`` and ``revert`` share: a tree that can be edited, and the edit."""
+"""What ``apply``, ``export`` and ``revert`` share: the tree to edit, and the edit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inkling_sconv.trees.tree import Tree, TreeError, open_tree
 
 
 def open_editable(path: Path | None) -> Tree:
-    """The tree at ``path``; a wheel is refused."""
+    """Find the tree at ``path``; refuse a wheel."""
     if path is not None and path.suffix == ".whl":
         raise TreeError(f"{path}: a wheel is not edited; unpack it, and name the folder")
     with open_tree(path) as tree:
@@ -16,7 +16,7 @@ def open_editable(path: Path | None) -> Tree:
 
 
 def edit_file(file: Path, before: bytes, inert_fill: bool) -> bytes:
-    """The text ``before`` of ``file`` with the guard; a refusal names the edit to make by hand."""
+    """Add the guard to the text ``before`` of ``file``; a refusal describes the edit by hand."""
     from inkling_sconv.codemod.guard import add_guard, describe_by_hand
     from inkling_sconv.codemod.shape import RefusedError
 

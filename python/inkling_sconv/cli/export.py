@@ -17,16 +17,16 @@ def export(
     path: Editable = None,
     inert_fill: InertFill = False,
     branch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Make a branch with the commit instead.")
+        str | None, typer.Option(metavar="NAME", help="Make this branch with the commit instead.")
     ] = None,
     base: Annotated[
-        str, typer.Option(metavar="COMMIT", help="With --branch: what the commit is made on.")
+        str, typer.Option(metavar="COMMIT", help="With --branch: the commit to build on.")
     ] = "HEAD",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write the patch.")
+        Path | None, typer.Option("--output", "-o", help="Write the patch to this file.")
     ] = None,
 ) -> None:
-    """Print the edit as a patch that ``git am`` takes. The tree is not touched."""
+    """Print the edit as a patch for git am, or make a branch with it. The tree is left as it is."""
     from inkling_sconv.codemod import commit
     from inkling_sconv.trees.replacement import write_file
 
@@ -58,5 +58,5 @@ def export(
 
 
 def _name_in_repository(tree: Tree, file: Path) -> Path:
-    """What a checkout of SGLang calls the file."""
+    """Name the file as a checkout of SGLang does."""
     return Path("python") / file.relative_to(tree.root)

@@ -7,7 +7,7 @@ from inkling_sconv.cli.edit import open_editable
 
 
 def revert(path: Editable = None) -> None:
-    """Put back, byte for byte, what apply found."""
+    """Undo apply: put the file back, byte for byte."""
     from inkling_sconv.trees.replacement import restore_file
 
     with one_line_errors():
@@ -15,4 +15,4 @@ def revert(path: Editable = None) -> None:
         if restore_file(file):
             print(f"{file}: as it was before apply")
         else:
-            print(f"{file}: was back already")
+            print(f"{file}: is back already")

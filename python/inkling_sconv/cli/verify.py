@@ -14,17 +14,19 @@ from inkling_sconv.cli.common import AsJson, fail, one_line_errors
 def verify(
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: tiny."),
+        typer.Option(
+            metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: what tiny writes."
+        ),
     ] = None,
-    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the server's log goes.")] = Path(
-        "inkling-sconv-server.log"
-    ),
+    log: Annotated[
+        Path, typer.Option(metavar="FILE", help="Write the server's log to this file.")
+    ] = Path("inkling-sconv-server.log"),
     timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 600,
     as_json: AsJson = False,
 ) -> None:
-    """On a GPU: start a server with MTP and CUDA graphs; compare what it says to the bit.
+    """On a GPU, start a server with MTP and CUDA graphs, and compare its answers to the bit.
 
-    Exit 0: everything is equal; 1: it is not, or the server failed; 2: this machine cannot tell.
+    Exit 0: all are equal; 1: some differ, or the server failed; 2: this machine cannot tell.
     """
     import signal
     import tempfile
@@ -36,7 +38,7 @@ def verify(
         fail(f"verify: {reason}")
     if not timeout > 0:
         fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
-    # As Ctrl-C does it: the server is ended on the way out. What nohup ignores stays ignored.
+    # End like Ctrl-C does, which stops the server too. A signal that nohup ignores stays ignored.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
@@ -60,11 +62,11 @@ def verify(
     if as_json:
         print(json.dumps(result.as_dict()))
     else:
-        _show_result(result)
+        _print_result(result)
     raise typer.Exit(0 if result.passed else 1)
 
 
-def _show_result(result: Any) -> None:
+def _print_result(result: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -1,1 +1,1 @@
-"""The registered tests and a workflow, and how ``ci-init`` copies them into a fork."""
+"""What ``ci-init`` copies into a fork: the registered tests and a workflow."""

@@ -1,4 +1,4 @@
-"""The registered tests and a workflow, copied into a fork's checkout."""
+"""Copying the registered tests and a workflow into a fork's checkout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ next:
 
 
 class CopyError(UserError):
-    """Nothing was copied: why, and what to do."""
+    """Nothing was copied. The message says why, and what to do."""
 
 
 def copy_into(path: Path) -> list[Path]:
-    """Copy the files into the checkout at ``path``; where each was written.
+    """Copy the files into the checkout at ``path``: all of them, or none.
+
+    Returns:
+        The new files.
 
     Raises:
-        CopyError: it is no checkout, a file is there already, or one cannot be written.
+        CopyError: ``path`` is no checkout, a file exists already, or one cannot be written.
         TreeError: there is no SGLang at ``path``.
     """
     root = find_tree(path).root
@@ -37,8 +40,10 @@ def copy_into(path: Path) -> list[Path]:
     if root.name != "python":
         raise CopyError(f"{path}: not a checkout of SGLang (no python/sglang/srt); name its folder")
     files = {checkout / name: text for name, text in read_files().items()}
-    if there := [str(file.relative_to(checkout)) for file in files if _exists(file)]:
-        names = ", ".join(there)
+    # A link to nowhere is in the way, too.
+    exist = [file for file in files if file.exists() or file.is_symlink()]
+    if exist:
+        names = ", ".join(str(file.relative_to(checkout)) for file in exist)
         raise CopyError(
             f"{checkout}: nothing written, for there is {names}; to renew, delete first"
         )
@@ -60,16 +65,12 @@ def copy_into(path: Path) -> list[Path]:
 
 
 def read_files() -> dict[Path, bytes]:
-    """What is copied, by its name in the checkout. The workflow is last: it starts the others."""
+    """Read the files to copy, by name in the checkout; last the workflow, which runs the others."""
     package = Path(__file__).resolve().parent.parent
-    # In a wheel the tests are beside the workflow; in our checkout they are where pytest runs them.
+    # A wheel has the tests beside the workflow; our checkout has them where pytest finds them.
     shipped = package / "fork_ci" / "registered"
     tests = shipped if shipped.is_dir() else package.parent.parent / TESTS
     files = {TESTS / file.name: file.read_bytes() for file in sorted(tests.glob("*.py"))}
     template = (package / "fork_ci" / WORKFLOW.name).read_text()
     files[WORKFLOW] = template.replace("@VERSION@", __version__).encode()
     return files
-
-
-def _exists(file: Path) -> bool:
-    return file.exists() or file.is_symlink()

@@ -1,1 +1,1 @@
-"""SGLang's files on disk: finding a tree, asking it, and replacing one of its files safely."""
+"""SGLang's files on disk: finding a tree, examining it, and replacing one file safely."""

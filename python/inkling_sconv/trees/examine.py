@@ -1,4 +1,4 @@
-"""Asking a tree what it does, in a process of its own that imports that tree's SGLang."""
+"""Examining a tree in a process of its own, which imports that tree's SGLang."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from inkling_sconv.trees.tree import Tree
 
 
 def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
-    """Run ``inkling_sconv.plugin.advice`` beside ``tree``.
+    """Run ``python -m inkling_sconv.plugin.advice`` with ``tree`` as its SGLang.
 
-    With ``installed``, SGLang's plugins are loaded first: what a server would run.
+    With ``installed``, the process loads SGLang's plugins first, as a server does.
 
     Returns:
-        ``tree``, ``state`` and ``rows``; ``why``, where the tree could not be driven; ``backend``,
-        ``setting``, ``how`` and, where the plugin changed the state, ``bare``, where it could.
+        ``tree``, ``state`` and ``rows`` (the contract's checks). ``why``, if the class could not
+        be run. If it was: ``how``, ``backend`` (the class), ``setting`` (the variables to set) and,
+        if the plugin changed the state, ``bare`` (the state without plugins).
     """
     report: dict[str, Any] = {"tree": str(tree.root), "rows": []}
     module = ".".join(tree.backend.relative_to(tree.root).with_suffix("").parts)
@@ -36,14 +37,14 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
         command.append("--plugins")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it died without a word"]
+        lines = done.stderr.strip().splitlines() or ["the process ended without an error message"]
         report |= {"state": "unknown", "why": lines[-1]}
         return report
     answer = json.loads(done.stdout.splitlines()[-1])
-    report["how"] = "driven on CPU tensors" + (", SGLang's plugins loaded" if installed else "")
+    report["how"] = "run on CPU tensors" + (", SGLang's plugins loaded" if installed else "")
     if not answer["backends"]:
         return report | {"state": "absent", "why": f"no class defines {REFRESH}"}
-    # A subclass without an override is not listed: what it does is what its base does.
+    # A subclass is listed only if it overrides the refresh.
     worst = max(answer["backends"], key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
     if answer["bare"] and answer["bare"][0] != worst["state"]:
         report["bare"] = answer["bare"][0]

@@ -10,13 +10,13 @@ from inkling_sconv.errors import UserError
 
 
 class GitError(UserError):
-    """git is missing or fails: which command, and git's own reason."""
+    """git is missing or fails. The message names the command and gives git's own reason."""
 
 
 def run(
     folder: Path, *arguments: str, env: dict[str, str] | None = None, text: bytes | None = None
 ) -> bytes:
-    """What ``git -C FOLDER ARGUMENTS`` prints; ``text`` is its standard input."""
+    """Return what ``git -C FOLDER ARGUMENTS`` prints; ``text`` is its standard input."""
     try:
         return subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -30,7 +30,7 @@ def run(
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace")
         lines = [line for line in said.splitlines() if line.strip()] or ["it says nothing"]
-        # The advice that git gives comes before the reason, or after it.
+        # git prints advice before its reason, or after it.
         reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[0])
         if "tell me who you are" in said:
             reason = "no author; set user.name and user.email with git config"
@@ -38,12 +38,12 @@ def run(
 
 
 def read_line(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
-    """As ``run``, for an answer that is one line."""
+    """Run git, and return the one line that it prints."""
     return os.fsdecode(run(folder, *arguments, env=env)).rstrip("\n")
 
 
 def find_checkout(path: Path) -> Path | None:
-    """The top folder of the checkout that tracks ``path``; None where none does, or without git."""
+    """Find the top of the checkout that tracks ``path``; None without a checkout or git."""
     try:
         run(path.parent, "ls-files", "--error-unmatch", path.name)
         return Path(read_line(path.parent, "rev-parse", "--show-toplevel"))

@@ -1,4 +1,4 @@
-"""A copy of an SGLang tree with one file of another text; everything else is links."""
+"""A copy of an SGLang tree in which one file has another text. All other files are links."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from inkling_sconv.trees.tree import Tree
 
 
 def overlay_tree(tree: Tree, text: bytes, out: Path) -> Tree:
-    """Make a tree in ``out`` that differs from ``tree`` in the text of the backend's file alone.
+    """Copy ``tree`` into the new folder ``out``, with ``text`` in the backend's file.
 
-    ``out`` must not exist yet. It gets the package ``sglang`` only: what else a site-packages
-    folder holds is found there as before.
+    Only the package ``sglang`` is copied: the tree's folder may be all of site-packages.
     """
     file = tree.backend.relative_to(tree.root)
     original, copy = tree.root, out

@@ -1,8 +1,7 @@
-"""One file replaced by another text, all or nothing, and taken back byte for byte.
+"""Replacing a file, all or nothing, and restoring it byte for byte.
 
-What was there before is kept beside the file, or in the git directory of the checkout that tracks
-it. It is safe on disk before the file is touched: a crash at any point leaves the old file or the
-new one.
+The backup lies beside the file, or in the git directory of the checkout that tracks the file. It is
+on disk before the file changes: a crash at any point leaves the old file or the new one.
 """
 
 from __future__ import annotations
@@ -21,56 +20,60 @@ from inkling_sconv.trees import git
 
 
 class ReplaceError(UserError):
-    """The file was not touched."""
+    """The file was left as it is."""
 
 
 def replace_file(path: Path, before: bytes, after: bytes) -> None:
-    """Replace ``before`` by ``after`` in ``path``, and keep ``before`` for ``restore_file``.
+    """Replace the text ``before`` of ``path`` by ``after``, and back ``before`` up.
 
-    Mode and owner stay.
+    The file keeps its mode and owner.
 
     Raises:
-        ReplaceError: the file is a link, cannot be written, holds something else than ``before``,
-            or another run is at work on it.
+        ReplaceError: the file is a link, cannot be written, does not hold ``before``, or another
+            run holds its lock.
     """
-    with _locked(path):
+    with _lock_folder(path):
         if path.read_bytes() != before:
             raise ReplaceError(f"{path}: changed while this was at work; run it again")
-        record = json.dumps({"file": path.name, "after": _digest(after)}).encode()
-        kept = _kept(path)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_file(kept, record + b"\n" + before)
+        record = json.dumps({"file": path.name, "after": _hash(after)}).encode()
+        backup = _find_backup(path)
+        backup.parent.mkdir(parents=True, exist_ok=True)
+        write_file(backup, record + b"\n" + before)
         write_file(path, after, like=path)
 
 
 def restore_file(path: Path) -> bool:
-    """Put back what ``replace_file`` found in ``path``; False if the file holds that already.
+    """Put back what ``replace_file`` found in ``path``, and delete the backup.
+
+    Returns:
+        False if the file holds that text already.
 
     Raises:
-        ReplaceError: nothing is kept for this file, or it was edited after ``replace_file``.
+        ReplaceError: there is no backup of this file, it was edited after ``replace_file``, is a
+            link, cannot be written, or another run holds its lock.
     """
-    with _locked(path):
-        kept = _kept(path)
+    with _lock_folder(path):
+        backup = _find_backup(path)
         try:
-            head, _, before = kept.read_bytes().partition(b"\n")
+            head, _, before = backup.read_bytes().partition(b"\n")
         except FileNotFoundError:
             raise ReplaceError(f"{path}: was not written by apply; nothing to take back") from None
         now = path.read_bytes()
-        if now != before and _digest(now) != json.loads(head)["after"]:
+        if now != before and _hash(now) != json.loads(head)["after"]:
             raise ReplaceError(
-                f"{path}: edited after apply; left as it is. The text before apply is in {kept}, "
+                f"{path}: edited after apply; left as it is. The text before apply is in {backup}, "
                 "after its first line"
             )
         if now != before:
             write_file(path, before, like=path)
-        _temporary(path).unlink(missing_ok=True)
-        kept.unlink()
+        _name_temporary(path).unlink(missing_ok=True)
+        backup.unlink()
         return now != before
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the file's folder; turn what the system refuses into one line."""
+def _lock_folder(path: Path) -> Iterator[None]:
+    """Lock the file's folder, and turn the system's errors into ``ReplaceError``."""
     if path.is_symlink():
         raise ReplaceError(f"{path}: is a link to {path.resolve()}; name the tree that holds that")
     try:
@@ -87,13 +90,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: bytes, like: Path | None = None) -> None:
-    """Write a whole file or none of it, with the mode and owner of ``like``.
+    """Write ``text`` as the whole file ``path``, with the mode and owner of ``like``.
 
     Raises:
-        OSError: what the system says; ``path`` is as it was.
+        OSError: the file could not be written; it is as it was.
     """
-    # A fixed name: what a killed run left is overwritten by the next one. The lock allows it.
-    temporary = _temporary(path)
+    # The name is fixed, so a run overwrites what a killed one left. The lock makes that safe.
+    temporary = _name_temporary(path)
     try:
         with temporary.open("wb") as file:
             if like is not None:
@@ -115,20 +118,20 @@ def write_file(path: Path, text: bytes, like: Path | None = None) -> None:
         os.close(folder)
 
 
-def _temporary(path: Path) -> Path:
+def _name_temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.inkling-sconv.new")
 
 
-def _kept(path: Path) -> Path:
-    """Where the text before is kept: out of sight of ``git status`` where git tracks the file."""
+def _find_backup(path: Path) -> Path:
+    """Find the backup's place. If git tracks the file, ``git status`` does not show the backup."""
     checkout = git.find_checkout(path)
     if checkout is None:
         return path.with_name(f".{path.name}.inkling-sconv.before")
     folder = git.read_line(
         checkout, "rev-parse", "--path-format=absolute", "--git-path", "inkling-sconv"
     )
-    return Path(folder) / f"{_digest(os.fsencode(path.resolve()))[:16]}.before"
+    return Path(folder) / f"{_hash(os.fsencode(path.resolve()))[:16]}.before"
 
 
-def _digest(text: bytes) -> str:
+def _hash(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()

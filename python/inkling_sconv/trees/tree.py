@@ -17,11 +17,11 @@ BACKEND = Path(*BACKEND_MODULE.split(".")).with_suffix(".py")
 
 
 class TreeError(UserError):
-    """There is no SGLang tree, or it cannot be used in this way."""
+    """There is no SGLang tree, or the command cannot use it."""
 
 
 class AbsentError(TreeError):
-    """There is an SGLang tree, without an Inkling backend."""
+    """The SGLang tree has no Inkling backend."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Tree:
         """The file that defines the refresh; a fork may have moved it.
 
         Raises:
-            TreeError: no file of the tree does, or several do.
+            AbsentError: no file defines it.
+            TreeError: several files do.
         """
         usual = self.root / BACKEND
         if usual.exists() or usual.is_symlink():
@@ -54,15 +55,15 @@ class Tree:
 
 
 def find_tree(path: Path | None) -> Tree:
-    """The tree at ``path``: a checkout, its ``python`` folder, or a folder with ``sglang`` in it.
+    """Find the tree at ``path``: a checkout, its ``python`` folder, or what holds ``sglang``.
 
-    None stands for the SGLang that this Python would import.
+    Without ``path``, it is the SGLang that this Python would import.
 
     Raises:
-        TreeError: there is none.
+        TreeError: there is no SGLang.
     """
     if path is None:
-        # Looks the top package up without importing it.
+        # This does not import SGLang.
         spec = importlib.util.find_spec("sglang")
         if spec is None or not spec.submodule_search_locations:
             raise TreeError("SGLang is not installed for this Python; name a TREE")
@@ -79,7 +80,7 @@ def find_tree(path: Path | None) -> Tree:
 
 @contextlib.contextmanager
 def open_tree(path: Path | None) -> Iterator[Tree]:
-    """As ``find_tree``; a wheel file is unpacked into a folder that is gone afterwards."""
+    """Find a tree, or unpack a wheel into a temporary folder for as long as the block runs."""
     if path is None or path.suffix != ".whl":
         yield find_tree(path)
         return

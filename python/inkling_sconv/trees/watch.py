@@ -1,6 +1,6 @@
-"""Whether a newer SGLang changes the refresh: the releases that pip finds, and their states.
+"""Looking for newer SGLang releases, and at what each does in its refresh.
 
-The network is pip's alone: its configured index, its proxies, its certificates.
+Only pip uses the network, with the index, proxies and certificates it is configured for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from inkling_sconv.errors import UserError
+from inkling_sconv.trees.examine import examine_tree
+from inkling_sconv.trees.tree import AbsentError, open_tree
 
 PACKAGE = "sglang"
 KNOWN = {
@@ -29,7 +31,7 @@ KNOWN = {
     "0.5.22": "exempt",
     "0.5.23": "exempt",
 }
-"""States of the releases that were looked at. A row is added by hand, after its tests passed."""
+"""States of the tested releases. A person adds a row once the tests pass on that release."""
 
 INDEX_SECONDS, DOWNLOAD_SECONDS = 120, 600
 _LONGEST_REASON = 300
@@ -38,18 +40,21 @@ Next: `pip download --no-deps sglang==VERSION` and `inkling-sconv doctor WHEEL`.
 version to `KNOWN` in `python/inkling_sconv/trees/watch.py`, to `STATES` in
 `test/unit/test_releases.py` and to `RELEASES` in `test/releases.py`, and run `make test`."""
 
-Examine = Callable[[Path], dict[str, Any]]
-"""What ``doctor`` reports of a wheel: ``state``, where there is one ``why``, and ``static``, the
-state that the syntax tree has where the class could not be driven."""
+ReadState = Callable[[bytes], str]
+"""Tells the state of a file from its syntax tree."""
 
 
 class WatchError(UserError):
-    """Nobody can tell what is new: what failed, and what to do."""
+    """It cannot be told what is new. The message says what failed, and what to do."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release as it was found, and what the table says of it."""
+    """A release's state as found and as in the table.
+
+    A release that could not be run has the reason in ``why``, and its syntax tree's state in
+    ``static``.
+    """
 
     version: str
     state: str
@@ -59,13 +64,13 @@ class Release:
 
     @property
     def new(self) -> bool:
-        """Whether the table has another state for it, or none; unknown is in no table."""
+        """Whether the table lacks the release, or has another state for it."""
         return self.state != self.known
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is new, worded for an issue."""
+    """Whether anything is new, and the title and body of an issue about it."""
 
     new: bool
     title: str
@@ -73,25 +78,28 @@ class Answer:
     releases: tuple[Release, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the answer for ``--json``."""
         releases = [{**asdict(release), "new": release.new} for release in self.releases]
         return {**asdict(self), "releases": releases}
 
 
 def look_for_releases(
-    examine: Examine, say: Callable[[str], None], release: str | None = None
+    read_state: ReadState, report_progress: Callable[[str], None], release: str | None = None
 ) -> Answer:
-    """Look at every release newer than the table, or at ``release`` alone.
+    """Examine every release newer than those in the table, or only ``release``.
 
-    ``say`` is told what is at work.
+    ``read_state`` is asked about a release whose class cannot be run.
 
     Raises:
         WatchError: the index does not answer, or there is no such release.
     """
+
+    def examine(version: Version) -> Release:
+        return _examine_release(version, read_state, report_progress)
+
     newest_known = max(KNOWN, key=Version)
     if release is not None:
-        version = _version(release)
-        return _answer([_look(version, examine, say)], newest_known, asked=True)
+        return _summarise([examine(_parse_version(release))], newest_known, asked=True)
     found = list_versions()
     newer = [version for version in found if version > Version(newest_known)]
     if not newer:
@@ -100,32 +108,32 @@ def look_for_releases(
             for candidate in (True, False)
         ]
         states = {str(v): KNOWN.get(str(v), "older than the table") for v in newest if v}
-        return _answer([Release(v, state, state) for v, state in states.items()], newest_known)
-    return _answer([_look(version, examine, say) for version in sorted(newer)], newest_known)
+        return _summarise([Release(v, state, state) for v, state in states.items()], newest_known)
+    return _summarise([examine(version) for version in sorted(newer)], newest_known)
 
 
 def list_versions() -> list[Version]:
-    """Every version of SGLang that pip finds, release candidates too.
+    """List every version of SGLang that pip finds, release candidates too.
 
     Raises:
-        WatchError: pip finds none, or cannot ask.
+        WatchError: pip finds no version, or fails.
     """
     command = ("index", "versions", PACKAGE, "--pre")
-    done = _pip(*command, "--json", seconds=INDEX_SECONDS)
+    done = _run_pip(*command, "--json", seconds=INDEX_SECONDS)
     if done.returncode and "no such option: --json" in done.stderr:
-        done = _pip(*command, seconds=INDEX_SECONDS)
+        done = _run_pip(*command, seconds=INDEX_SECONDS)
     if done.returncode:
-        raise WatchError(f"pip index versions {PACKAGE}: {_reason(done)}; ask pip by hand")
+        raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; ask pip by hand")
     return read_versions(done.stdout)
 
 
 def read_versions(answer: str) -> list[Version]:
-    """The versions in what ``pip index versions`` prints, as JSON or as text.
+    """Read the versions in what ``pip index versions`` prints, as JSON or as text.
 
-    What is no version by today's rules is left out.
+    Old names that are no versions by today's rules are left out.
 
     Raises:
-        WatchError: none is in it.
+        WatchError: it prints no version.
     """
     listed: Sequence[Any] = ()
     if answer.lstrip().startswith("{"):
@@ -149,19 +157,41 @@ def read_versions(answer: str) -> list[Version]:
     return found
 
 
-def _version(text: str) -> Version:
+def _parse_version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
         raise WatchError(f"--release {text!r}: not a version; write it like 0.5.23") from None
 
 
-def _look(version: Version, examine: Examine, say: Callable[[str], None]) -> Release:
+def examine_wheel(wheel: Path, read_state: ReadState) -> dict[str, Any]:
+    """Examine a wheel.
+
+    Returns:
+        ``state``; ``why``, if it is absent or unknown; ``static``, the state by its syntax tree, if
+        the class is there but could not be run.
+    """
+    with open_tree(wheel) as tree:
+        try:
+            report = examine_tree(tree, installed=False)
+            if report["state"] != "unknown":
+                return report
+            broken = [row["seen"] for row in report["rows"] if row["verdict"] == "broken"]
+            static = read_state(tree.backend.read_bytes())
+            return {"why": "; ".join(broken), **report, "static": static}
+        except UserError as error:
+            state = "absent" if isinstance(error, AbsentError) else "unknown"
+            return {"state": state, "why": str(error).removeprefix(f"{tree.root}: ")}
+
+
+def _examine_release(
+    version: Version, read_state: ReadState, report_progress: Callable[[str], None]
+) -> Release:
     requirement = f"{PACKAGE}=={version}"
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
-        say(f"{requirement}: downloading")
+        report_progress(f"{requirement}: downloading")
         arguments = ("--no-deps", "--only-binary=:all:", "--dest", folder, requirement)
-        done = _pip("download", *arguments, seconds=DOWNLOAD_SECONDS)
+        done = _run_pip("download", *arguments, seconds=DOWNLOAD_SECONDS)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             if "No matching distribution" in done.stderr:
@@ -169,19 +199,21 @@ def _look(version: Version, examine: Examine, say: Callable[[str], None]) -> Rel
                     f"{requirement}: pip finds no such release for this Python; "
                     f"see: pip index versions {PACKAGE} --pre"
                 )
-            raise WatchError(f"{requirement}: not downloaded ({_reason(done)}); try again later")
-        say(f"{requirement}: asking its class")
-        report = examine(wheels[0])
+            raise WatchError(
+                f"{requirement}: not downloaded ({_find_reason(done)}); try again later"
+            )
+        report_progress(f"{requirement}: running its class")
+        report = examine_wheel(wheels[0], read_state)
     return Release(
         str(version),
         report["state"],
         KNOWN.get(str(version)),
-        _short(report.get("why", "")),
+        _shorten(report.get("why", "")),
         report.get("static", ""),
     )
 
 
-def _answer(releases: list[Release], newest_known: str, asked: bool = False) -> Answer:
+def _summarise(releases: list[Release], newest_known: str, asked: bool = False) -> Answer:
     new = any(release.new for release in releases)
     last = releases[-1]
     if not new and asked:
@@ -197,15 +229,15 @@ def _answer(releases: list[Release], newest_known: str, asked: bool = False) -> 
         title = f"SGLang {last.version} is {last.state}; {newest_known} was {was}"
     else:
         title = f"SGLang {last.version} is {last.state}, as {newest_known} was"
-    return Answer(new, title, _body(releases, new), tuple(releases))
+    return Answer(new, title, _format_body(releases, new), tuple(releases))
 
 
-def _body(releases: list[Release], new: bool) -> str:
+def _format_body(releases: list[Release], new: bool) -> str:
     lines = ["| SGLang | state | in the table | |", "|---|---|---|---|"]
     for release in releases:
         notes = []
         if release.why:
-            # A wheel's own words: in code, so that they cannot be markup.
+            # The wheel chose these words. In a code span they cannot be markup.
             notes.append("`" + release.why.replace("`", "'").replace("|", "/") + "`")
         if release.static:
             notes.append(f"from the syntax tree alone: {release.static}")
@@ -216,7 +248,7 @@ def _body(releases: list[Release], new: bool) -> str:
     return "\n".join(lines)
 
 
-def _pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+def _run_pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "--no-input", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -226,15 +258,15 @@ def _pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Why pip failed: the last line that says so, not the list of every version that it knows."""
+def _find_reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Find why pip failed: the last line with an error, not the list of all versions."""
     if "No module named pip" in done.stderr:
         return f"pip is not installed for {sys.executable}: python -m ensurepip"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
-    return _short(errors[-1].removeprefix("ERROR:") if errors else f"exit {done.returncode}")
+    return _shorten(errors[-1].removeprefix("ERROR:") if errors else f"exit {done.returncode}")
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."

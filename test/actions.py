@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,10 @@ class GitHub:
         self.answers[PULL] = {"state": "open", "head": head}
 
     def make_environment(self, **more: str) -> dict[str, str]:
-        """What Actions sets, and ``more``; without the variables of the pytest that runs us."""
+        """What Actions sets, and ``more``; without the variables of the pytest that runs us.
+
+        Outputs and calls of the API that came before are forgotten.
+        """
         (self.folder / "answers").write_text(json.dumps(self.answers))
         (self.folder / "output").write_text("")
         (self.folder / "calls").write_text("")
@@ -92,6 +96,13 @@ class GitHub:
             "GITHUB_SERVER_URL": "https://github.example",
             **more,
         }
+
+    def set_environment(self, patch: pytest.MonkeyPatch, **more: str) -> None:
+        """Make the environment of this process that of ``make_environment``."""
+        for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+            patch.delenv(name)
+        for name, value in self.make_environment(**more).items():
+            patch.setenv(name, value)
 
     def write_event(self, body: str, author: str = "MEMBER", is_pull: bool = True) -> None:
         """Write the event of a comment, with the fields of GitHub's that the scripts read."""
@@ -128,21 +139,15 @@ def load_workflow(name: str) -> dict[str, Any]:
     return {"on": flow.pop(True), **flow}
 
 
-def expand(text: str, values: dict[str, str]) -> str:
-    """Replace the expressions in ``text``; one that is not in ``values`` is an error."""
-    return re.sub(r"\$\{\{\s*(.+?)\s*\}\}", lambda match: values[match[1]], text)
-
-
 def execute(
     step: dict[str, Any], folder: Path, environment: dict[str, str], values: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a step as a runner does: a script for ``bash -e``, in its folder."""
-    assert "shell" not in step
-    own = {name: expand(str(text), values) for name, text in step.get("env", {}).items()}
-    return subprocess.run(
-        ["bash", "-e", "-c", step["run"]],
-        cwd=folder / step.get("working-directory", "."),
-        env={**environment, **own},
-        capture_output=True,
-        text=True,
-    )
+    """Run a step with ``bash -e``; an expression in its ``env`` that has no value is an error."""
+    own = {
+        name: re.sub(r"\$\{\{ (.+?) \}\}", lambda match: values[match[1]], text)
+        for name, text in step.get("env", {}).items()
+    }
+    folder /= step.get("working-directory", ".")
+    command = ["bash", "-e", "-c", step["run"]]
+    variables = {**environment, **own}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)

@@ -25,39 +25,26 @@ def run_command(script: str, command: Callable[[], int]) -> int:
 
 
 def run_tool(command: Sequence[str], data: bytes | None = None) -> bytes:
-    """Return what a command-line tool prints, given ``data`` on standard input.
+    """Return what ``command`` prints, given ``data`` on standard input.
 
     Raises:
-        ActionError: The tool is missing or fails. The message has its last line of output.
+        ActionError: The tool is missing or fails. The message ends in the last line of its errors.
     """
     try:
         return subprocess.run(command, input=data, check=True, capture_output=True).stdout
     except FileNotFoundError:
         raise ActionError(f"{command[0]} is not installed") from None
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-        raise ActionError(f"{command[0]} failed: {last}") from None
+        lines = error.stderr.decode(errors="replace").strip().split("\n")
+        raise ActionError(f"{' '.join(command)}: {lines[-1].strip()}") from None
 
 
 def call_api(path: str, data: object = None, method: str = "POST", pages: bool = False) -> Any:
-    """Call GitHub's REST API: GET without ``data``, otherwise send ``data`` with ``method``.
-
-    Returns:
-        The decoded answer; with ``pages``, the list of the answers of all pages.
-
-    Raises:
-        ActionError: ``gh`` is missing, or the call fails.
-    """
-    command = ["gh", "api", path]
-    if pages:
-        command += ["--paginate", "--slurp"]
+    """Call GitHub's API: GET, or ``method`` with ``data``. With ``pages``, return all in a list."""
+    command = ["gh", "api", path, *(["--paginate", "--slurp"] if pages else [])]
     if data is not None:
         command += ["--method", method, "--input", "-"]
-    try:
-        answer = run_tool(command, None if data is None else json.dumps(data).encode())
-    except ActionError as error:
-        raise ActionError(f"{path}: {error}") from None
+    answer = run_tool(command, None if data is None else json.dumps(data).encode())
     return json.loads(answer or b"null")
 
 

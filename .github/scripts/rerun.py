@@ -19,6 +19,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -81,9 +82,7 @@ def read_request(body: str) -> Request | None:
     body = body.rstrip()
     # The reply repeats words of the comment only after this check.
     if not PLAIN.fullmatch(body):
-        raise RefusedError(
-            "Write one line of ASCII letters, digits, spaces and `_` `.` `/` `:` `-`."
-        )
+        raise RefusedError("Use one line of ASCII letters, digits, spaces and `_` `.` `/` `:` `-`.")
     words = [word for word in body.split(" ")[1:] if word]
     options: dict[str, str] = {}
     while len(words) >= 2 and words[-2] in ("on", "at") and words[-2] not in options:
@@ -102,18 +101,17 @@ def read_request(body: str) -> Request | None:
 class Commit:
     """The files under ``test/`` in a commit, read from git's objects without a checkout."""
 
-    def __init__(self, folder: Path, sha: str):
-        self.folder, self.sha = folder, sha
+    def __init__(self, sha: str):
+        self.sha = sha
         self.modes: dict[str, str] = {}
-        listing = run_git(folder, "ls-tree", "-r", "-z", "--full-tree", sha, "test")
+        listing = run_git("ls-tree", "-r", "-z", "--full-tree", sha, "test")
         for entry in listing.split(b"\0")[:-1]:
             meta, _, path = entry.partition(b"\t")
             self.modes[os.fsdecode(path)] = meta.split()[0].decode()
 
     def read_text(self, path: str) -> str:
         """Return the text of a file."""
-        blob = run_git(self.folder, "cat-file", "blob", f"{self.sha}:{path}")
-        return blob.decode(errors="replace")
+        return run_git("cat-file", "blob", f"{self.sha}:{path}").decode(errors="replace")
 
     def find_file(self, path: str) -> str:
         """Return the path of a regular test file under ``test/``, given its path or bare name."""
@@ -191,11 +189,8 @@ def resolve_tests(words: Iterable[str], commit: Commit) -> list[str]:
             continue
         suites = commit.find_suites() if suites is None else suites
         if not SUITE.fullmatch(word) or word not in suites:
-            known = ", ".join(f"`{name}`" for name in sorted(suites)[:20]) or "none"
-            raise RefusedError(
-                f"`{word}` is neither a test file nor a suite. "
-                f"Suites at {commit.sha[:12]}: {known}."
-            )
+            known = f"Suites at {commit.sha[:12]}: {list_words(sorted(suites)[:20]) or 'none'}."
+            raise RefusedError(f"`{word}` is neither a test file nor a suite. {known}")
         found.update(dict.fromkeys(suites[word]))
     if len(found) > MAX_TESTS:
         raise RefusedError(f"These are {len(found)} files; {MAX_TESTS} are allowed.")
@@ -231,29 +226,28 @@ def choose_runner(asked: str | None, ids: Iterable[str], gpu: Sequence[str]) -> 
     if not any(name.startswith(NEEDS_GPU) for name in ids):
         return HOSTED
     if not gpu:
-        raise RefusedError(
-            "These tests need a GPU, and this repository has no runner with one: "
-            "the repository variable `GPU_RUNNER` is not set."
-        )
+        raise RefusedError("These tests need a GPU: set the repository variable `GPU_RUNNER`.")
     return gpu[0]
 
 
 def describe_usage(gpu: Sequence[str]) -> str:
     """Return the part of a refusal that says what is allowed."""
-    runners = ", ".join(f"`{label}`" for label in (HOSTED, *gpu))
-    return (
-        f"Allowed: `{COMMAND} WHAT... [on RUNNER] [at COMMIT]`, on one line.\n"
-        "- WHAT: a test file under `test/` by path or bare name (`test_inkling_mtp.py`), "
-        "`FILE::Class`, `FILE::Class::test`, a suite (`base-b-test-1-gpu-large`), or "
-        + ", ".join(f"`{name}`" for name in SHORT_NAMES)
-        + f"\n- RUNNER: {runners}\n"
-        "- COMMIT: the pull request's head, all 40 digits"
-    )
+    return f"""\
+Allowed: `{COMMAND} WHAT... [on RUNNER] [at COMMIT]`, on one line.
+- WHAT: a test file under `test/` by path or bare name (`test_inkling_mtp.py`), `FILE::Class`, \
+`FILE::Class::test`, a suite (`base-b-test-1-gpu-large`), or {list_words(SHORT_NAMES)}
+- RUNNER: {list_words((HOSTED, *gpu))}
+- COMMIT: the pull request's head, all 40 digits"""
 
 
-def run_git(folder: Path, *arguments: str) -> bytes:
-    """Return what git prints."""
-    return github.run_tool(["git", "-C", str(folder), *arguments])
+def list_words(words: Iterable[str]) -> str:
+    """Return ``words`` as code, separated by commas."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def run_git(*arguments: str) -> bytes:
+    """Return what git prints in the working directory."""
+    return github.run_tool(["git", *arguments])
 
 
 def send_reply(number: int, text: str) -> None:
@@ -299,25 +293,18 @@ def find_head(number: int, created: str, expected: str | None) -> str:
         branch = quote(f"refs/heads/{pull['head']['ref']}", safe="")
         fork = quote(source["full_name"]) if source else ""
         newest = github.call_api(f"repos/{fork}/activity?per_page=1&ref={branch}")[0]
-        pushed, after = read_time(newest["timestamp"]), newest["after"]
+        pushed, after = datetime.fromisoformat(newest["timestamp"]), newest["after"]
     except (ActionError, LookupError, TypeError, ValueError):
         raise RefusedError(f"GitHub does not say when the head was pushed. {advice}") from None
-    if after != sha or pushed >= read_time(created):
+    if after != sha or pushed >= datetime.fromisoformat(created):
         raise RefusedError(f"The branch was pushed to after the comment. {advice}")
     return sha
-
-
-def read_time(text: str) -> datetime:
-    """Read a time as GitHub writes it."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
 def read_event() -> dict[str, Any]:
     """Return the event of the comment, with the fields that ``parse_comment`` reads."""
     try:
-        event: dict[str, Any] = json.loads(
-            Path(github.read_variable("GITHUB_EVENT_PATH")).read_bytes()
-        )
+        event = json.loads(Path(github.read_variable("GITHUB_EVENT_PATH")).read_bytes())
         return {
             "number": int(event["issue"]["number"]),
             "is_pull": "pull_request" in event["issue"],
@@ -348,8 +335,8 @@ def parse_comment() -> int:
         # and of the command line.
         helper = "credential.helper=!gh auth git-credential"
         options = ("--quiet", "--no-tags", "--depth=1", "--no-recurse-submodules")
-        run_git(Path.cwd(), "-c", helper, "fetch", *options, "origin", sha)
-        ids = resolve_tests(request.words, Commit(Path.cwd(), sha))
+        run_git("-c", helper, "fetch", *options, "origin", sha)
+        ids = resolve_tests(request.words, Commit(sha))
         runner = choose_runner(request.runner, ids, gpu)
     except RefusedError as refusal:
         send_reply(event["number"], f"No test was started. {refusal}\n\n{describe_usage(gpu)}")
@@ -381,7 +368,7 @@ def read_job() -> Job:
 def run_tests(python: str) -> int:
     """Run the tests in the working directory, a checkout of the pull request."""
     job = read_job()
-    commit = run_git(Path.cwd(), "rev-parse", "HEAD").decode().strip()
+    commit = run_git("rev-parse", "HEAD").decode().strip()
     if commit != job.sha:
         raise ActionError(f"the checkout is at {commit}, not at {job.sha}")
     with tempfile.TemporaryDirectory() as folder:
@@ -425,14 +412,11 @@ def report_outcome() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="rerun.py", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("parse", help="turn the comment in GITHUB_EVENT_PATH into a job")
-    run = commands.add_parser("run", help="run the job in RERUN_JOB with pytest")
-    run.add_argument("--python", default=sys.executable, help="the interpreter that has pytest")
-    commands.add_parser("report", help="answer with the outcome in RERUN_RESULT")
+    parser.add_argument("command", choices=("parse", "run", "report"))
+    parser.add_argument("--python", default=sys.executable, help="for run: has pytest")
     options = parser.parse_args(arguments)
     if options.command == "run":
-        return github.run_command("rerun.py", lambda: run_tests(options.python))
+        return github.run_command("rerun.py", partial(run_tests, options.python))
     command = parse_comment if options.command == "parse" else report_outcome
     return github.run_command("rerun.py", command)
 

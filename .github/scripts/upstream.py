@@ -1,17 +1,14 @@
-"""Pass on what ``inkling-sconv watch --json`` answers, and keep one issue about it.
+"""Keep one issue about what ``inkling-sconv watch --json`` answers (variable WATCH).
 
-upstream.yml calls ``output FILE`` in a job that has executed SGLang, and ``report`` in a job that
-may write issues.
+The job that runs this may write issues. It is not the job that runs ``watch``, which executes
+SGLang; so the answer is checked here.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import github_api as github
@@ -38,16 +35,6 @@ def read_answer(text: str) -> dict[str, Any]:
     return fields
 
 
-def pass_on(file: Path) -> int:
-    """Set the step's output ``watch``."""
-    try:
-        text = file.read_text()
-    except OSError as error:
-        raise ActionError(f"{file}: {error.strerror}") from None
-    github.write_output("watch", json.dumps(read_answer(text)))
-    return 0
-
-
 def find_issue() -> dict[str, Any] | None:
     """Return the newest issue that this script opened, open or closed."""
     pages = github.call_api(f"{github.get_repository()}/issues?state=all&per_page=100", pages=True)
@@ -64,7 +51,7 @@ def find_issue() -> dict[str, Any] | None:
 
 
 def report_news() -> int:
-    """Open or update the issue if the answer in WATCH has news."""
+    """Open or update the issue if the answer has news."""
     answer = read_answer(github.read_variable("WATCH"))
     if not answer["new"]:
         print(f"nothing new: {answer['title']}")
@@ -74,20 +61,17 @@ def report_news() -> int:
     if result != "success":
         body += f"\nThe unit suite on this release: {result}.\n"
     sent = {"title": answer["title"], "body": body}
-    issue = find_issue()
+    issue, issues = find_issue(), f"{github.get_repository()}/issues"
     if issue and all(normalize(issue[key]) == normalize(text) for key, text in sent.items()):
         # A closed issue counts as well: somebody has dealt with this state.
         print(f"issue {issue['number']} says so already")
     elif issue and issue["state"] == "open":
-        place, log = f"{github.get_repository()}/issues/{issue['number']}", github.get_log_url()
-        github.call_api(place, sent, method="PATCH")
+        github.call_api(f"{issues}/{issue['number']}", sent, method="PATCH")
         # GitHub notifies people of a comment, but not of an edit.
-        github.call_api(
-            f"{place}/comments",
-            {"body": f"Changed: {answer['title']}. [Log]({log})"},
-        )
+        comment = {"body": f"Changed: {answer['title']}. [Log]({github.get_log_url()})"}
+        github.call_api(f"{issues}/{issue['number']}/comments", comment)
     else:
-        github.call_api(f"{github.get_repository()}/issues", sent)
+        github.call_api(issues, sent)
     return 0
 
 
@@ -96,15 +80,8 @@ def normalize(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="upstream.py", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("output", help="pass the answer on").add_argument("file", type=Path)
-    commands.add_parser("report", help="open or update the issue about the answer in WATCH")
-    options = parser.parse_args(arguments)
-    if options.command == "output":
-        return github.run_command("upstream.py", lambda: pass_on(options.file))
+def main() -> int:
+    """Report the news and return the exit status."""
     return github.run_command("upstream.py", report_news)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -22,7 +21,8 @@ A, TWICE = "test/unit/test_a.py", "test_twice.py"
 MTP, KL = "test/registered/inkling/test_inkling_mtp.py", "test/registered/kl/test_kl.py"
 LINKS = {
     "test/unit/test_link.py": "../../secret.py",
-    "test/registered/test_link_too.py": "inkling/test_inkling_mtp.py",
+    # The text of a link is its target, and a target can look like a registration.
+    "test/registered/test_link_too.py": "register_cuda_ci(1, suite='linked')",
     "test/linked": "../other",
 }
 REGISTER = "register_cuda_ci(est_time=1, stage='base-b', runner_config='1-gpu-large')\n"
@@ -63,29 +63,16 @@ def github(shared: GitHub, monkeypatch: pytest.MonkeyPatch) -> GitHub:
 
 
 @pytest.fixture
-def call(github: GitHub, monkeypatch: pytest.MonkeyPatch):
-    """Call rerun.py in this process with the variables of Actions, in the clone of main."""
-
-    def _call(*arguments: str, folder: Path = github.base, **variables: str) -> int:
-        for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-            monkeypatch.delenv(name)
-        for name, value in github.make_environment(**variables).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(folder)
-        return rerun.main(arguments)
-
-    return _call
-
-
-@pytest.fixture
-def parse(github: GitHub, call):
+def parse(github: GitHub, monkeypatch: pytest.MonkeyPatch):
     """Give a comment to ``rerun.py parse``; return the job, or None."""
 
     def _parse(
         body: str, author: str = "MEMBER", is_pull: bool = True, gpu: str = GPU, more: str = OTHER
     ) -> dict | None:
         github.write_event(body, author, is_pull)
-        assert call("parse", GPU_RUNNER=gpu, RERUN_RUNNERS=more) == 0
+        github.set_environment(monkeypatch, GPU_RUNNER=gpu, RERUN_RUNNERS=more)
+        monkeypatch.chdir(github.base)
+        assert rerun.main(["parse"]) == 0
         if not github.outputs:
             return None
         job = json.loads(github.outputs["job"])
@@ -133,7 +120,7 @@ REFUSED = {
     ],
     "outside `test/`": ["other/test_other.py"],
     "symbolic link": ["test/unit/test_link.py", "test_link.py", "test/linked/test_other.py"],
-    "There is no `test": ["test/unit/test_on_main.py", "test_absent.py"],
+    "There is no `test": ["test/unit/test_on_main.py", "test_absent.py", "test_other.py"],
     "2 files": [TWICE],
     "has no `TestB`": ["test_a.py::TestB"],
     "write `::Class`": ["test_a.py::TestA::a::b", "test_a.py::"],
@@ -193,37 +180,28 @@ def test_strangers_and_other_comments_get_neither_run_nor_reply(
 
 
 @pytest.mark.parametrize("author", rerun.TRUSTED)
-def test_the_trusted_may_run_tests(parse, author):
-    assert parse("/rerun-test test_a.py", author)["tests"] == [A]
-
-
-def test_without_a_gpu_runner(github, parse):
-    assert parse("/rerun-test mtp", gpu="", more="") is None
+def test_the_trusted_may_run_tests(github, parse, author):
+    assert parse("/rerun-test test_a.py", author, gpu="", more="")["runner"] == HOSTED
+    assert parse("/rerun-test mtp", author, gpu="", more="") is None
     assert "`GPU_RUNNER`" in github.replies[0]
-    assert parse("/rerun-test test_a.py", gpu="", more="")["runner"] == HOSTED
 
 
 @pytest.mark.parametrize(
     ("pushed", "after", "reason"),
     [
-        (BEFORE, "the head", None),
-        (AFTER, "the head", "pushed to after the comment"),
-        (COMMENTED, "the head", "pushed to after the comment"),
+        (BEFORE, None, None),
+        (AFTER, None, "pushed to after the comment"),
+        (COMMENTED, None, "pushed to after the comment"),
         (BEFORE, "0" * 40, "pushed to after the comment"),
-        (None, "", "does not say when"),
+        ("no time", None, "does not say when"),
     ],
 )
 def test_a_fork_runs_as_it_was_when_the_comment_was_written(github, parse, pushed, after, reason):
     github.answers[PULL]["head"]["repo"] = {"full_name": "eve/inkling"}
-    if pushed is not None:
-        path = "repos/eve/inkling/activity?per_page=1&ref=refs%2Fheads%2Fa%20branch"
-        after = github.head if after == "the head" else after
-        github.answers[path] = [{"timestamp": pushed, "after": after}]
-    job = parse("/rerun-test test_a.py")
-    assert (job is None) == bool(reason)
-    if reason:
-        (reply,) = github.replies
-        assert reason in reply and f"at {github.head}" in reply
+    path = "repos/eve/inkling/activity?per_page=1&ref=refs%2Fheads%2Fa%20branch"
+    github.answers[path] = [{"timestamp": pushed, "after": after or github.head}]
+    assert (parse("/rerun-test test_a.py") is None) == bool(reason)
+    assert not reason or (reason in github.replies[0] and f"at {github.head}" in github.replies[0])
     assert parse(f"/rerun-test test_a.py at {github.head}")["sha"] == github.head
 
 
@@ -234,30 +212,30 @@ def test_a_closed_pull_request(github, parse):
 
 
 @pytest.mark.parametrize(
-    ("variables", "answers", "message"),
+    ("name", "value", "message"),
     [
-        ({"GPU_RUNNER": "a;b"}, True, "'a;b': not a runner label"),
-        ({}, False, "HTTP 404"),
-        ({"GITHUB_EVENT_PATH": "/nowhere"}, True, "GITHUB_EVENT_PATH: No such file"),
-        ({"GITHUB_EVENT_PATH": __file__}, True, "GITHUB_EVENT_PATH is not the event of a comment"),
-        ({"PATH": "/nowhere"}, True, "gh is not installed"),
+        ("GPU_RUNNER", "a;b", "'a;b': not a runner label"),
+        ("GITHUB_REPOSITORY", "octo/nowhere", "gh api repos/octo/nowhere/pulls/7: gh: Not Found"),
+        ("GITHUB_EVENT_PATH", "/nowhere", "GITHUB_EVENT_PATH: No such file"),
+        ("GITHUB_EVENT_PATH", __file__, "GITHUB_EVENT_PATH is not the event of a comment"),
+        ("PATH", "/nowhere", "gh is not installed"),
     ],
 )
-def test_failures_are_one_line(github, call, capsys, variables, answers, message):
+def test_failures_are_one_line(github, monkeypatch, capsys, name, value, message):
     github.write_event("/rerun-test test_a.py")
-    github.answers = github.answers if answers else {}
-    assert call("parse", **variables) == 1
+    github.set_environment(monkeypatch, **{name: value})
+    assert rerun.main(["parse"]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and error.startswith("rerun.py: ")
 
 
 class Written(rerun.Commit):
-    """A commit made of file texts."""
+    """A commit made of the texts of files and the targets of links."""
 
-    def __init__(self, files: dict[str, str], links: dict[str, str] | None = None):
-        self.sha, self.files = "0" * 40, {**files, **(links or {})}
+    def __init__(self, files: dict[str, str], links: dict[str, str]):
+        self.sha, self.files = "0" * 40, {**files, **links}
         self.modes = {name: "100644" for name in files if name.startswith("test/")}
-        self.modes |= dict.fromkeys(links or {}, rerun.SYMLINK)
+        self.modes |= dict.fromkeys(links, rerun.SYMLINK)
 
     def read_text(self, path: str) -> str:
         return self.files[path]
@@ -302,19 +280,12 @@ def test_suites_are_read_as_sglang_reads_them(tmp_path):
         assert rerun.read_suites(text) == expected, text
 
 
-def test_a_suite_has_no_symbolic_links():
-    # The text of a link is its target, and a target can look like a registration.
-    text = "register_cuda_ci(1, suite='linked')"
-    assert Written({MTP: text}).find_suites() == {"linked": [MTP]}
-    assert Written({}, {MTP: text}).find_suites() == {}
-
-
 def test_a_suite_of_more_files_than_are_allowed():
     files = {f"test/registered/test_{number}.py": REGISTER for number in range(101)}
     with pytest.raises(rerun.RefusedError, match="101 files; 100 are allowed"):
-        rerun.resolve_tests([SUITE], Written(files))
+        rerun.resolve_tests([SUITE], Written(files, {}))
     files.popitem()
-    assert len(rerun.resolve_tests([SUITE], Written(files))) == 100
+    assert len(rerun.resolve_tests([SUITE], Written(files, {}))) == 100
 
 
 def test_each_of_our_registered_tests_has_a_short_name():
@@ -326,18 +297,20 @@ def test_each_of_our_registered_tests_has_a_short_name():
 
 
 @pytest.fixture
-def run(call, tmp_path: Path):
-    """Call ``rerun.py run`` in a checkout that has test/test_x.py; return its exit status."""
+def run(github: GitHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Call ``rerun.py run`` in a checkout of two tests, of which the job names one."""
 
     def _run(text: str = "", python: str = sys.executable, **job: object) -> int:
-        sha = actions.commit_files(tmp_path / "head", {"test/test_x.py": text, "README": ""})
-        job = {"number": 7, "sha": sha, "runner": HOSTED, "what": "x", "tests": [X], **job}
-        return call("run", "--python", python, folder=tmp_path / "head", RERUN_JOB=json.dumps(job))
+        files = {"test/test_x.py": text, "test/test_y.py": "def test_y(): assert 0\n"}
+        job = {**JOB, "sha": actions.commit_files(tmp_path, files), **job}
+        github.set_environment(monkeypatch, RERUN_JOB=json.dumps(job))
+        monkeypatch.chdir(tmp_path)
+        return rerun.main(["run", "--python", python])
 
     return _run
 
 
-X = "test/test_x.py"
+JOB = {"number": 7, "runner": GPU, "what": "mtp", "tests": ["test/test_x.py"]}
 SKIPPED = "import pytest\n\n\n@pytest.mark.skip\ndef test_it(): pass\n"
 
 
@@ -353,17 +326,6 @@ SKIPPED = "import pytest\n\n\n@pytest.mark.skip\ndef test_it(): pass\n"
 def test_a_run_passes_only_if_a_test_ran(github, run, text, code, counts):
     assert run(text) == code
     assert github.outputs == {"counts": counts}
-
-
-def test_pytest_gets_the_ids_and_nothing_else(run, tmp_path):
-    actions.write_program(
-        tmp_path / "python", f"import json, sys\njson.dump(sys.argv, open('{tmp_path}/a', 'w'))\n"
-    )
-    ids = [f"{A}::TestA", MTP]
-    assert run(python=str(tmp_path / "python"), tests=ids) == 1
-    arguments = json.loads((tmp_path / "a").read_text())
-    assert arguments[1:4] == ["-m", "pytest", "-v"] and arguments[4].startswith("--junitxml=")
-    assert arguments[5:] == ids
 
 
 @pytest.mark.parametrize(
@@ -393,10 +355,11 @@ def test_a_job_that_cannot_be_run_is_one_line(run, capsys, job, message):
         ("success", "@octocat 3 passed, 0 failed, 1 skipped", "success", "passed. [Log]"),
     ],
 )
-def test_the_outcome_is_answered(github, call, result, counts, state, outcome):
-    job = {"number": 7, "sha": github.head, "runner": GPU, "what": "mtp", "tests": [MTP]}
-    variables = {"RERUN_JOB": json.dumps(job), "RERUN_RESULT": result, "RERUN_COUNTS": counts}
-    assert call("report", **variables) == 0
+def test_the_outcome_is_answered(github, monkeypatch, result, counts, state, outcome):
+    job = json.dumps({**JOB, "sha": github.head})
+    variables = {"RERUN_JOB": job, "RERUN_RESULT": result, "RERUN_COUNTS": counts}
+    github.set_environment(monkeypatch, **variables)
+    assert rerun.main(["report"]) == 0
     assert github.statuses == [(github.head, state)]
     (reply,) = github.replies
     assert reply.startswith(f"`mtp` at {github.head} on `{GPU}` {outcome}")

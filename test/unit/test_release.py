@@ -88,7 +88,7 @@ def test_the_wheel_beside_a_real_sglang(built, tmp_path):
     assert run([command, "--version"], **inside) == f"{VERSION}\n"
     line, *fixes = run([python, "-m", "inkling_sconv"], **inside).splitlines()
     assert line.startswith(f"inkling_sconv {VERSION}: ") and " is untracked (" in line
-    assert all(fix.endswith("; mended.") for fix in fixes)
+    assert all(fix.endswith("; fix applied.") for fix in fixes)
     assert [fix.split()[2] for fix in fixes] == FIXES["untracked"]
 
     (tmp_path / "fork/python/sglang/srt").mkdir(parents=True)

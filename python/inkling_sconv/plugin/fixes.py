@@ -1,7 +1,8 @@
-"""Fixes of what is around the Inkling backend: CUDA-graph runners, and the draft's conv state.
+"""Fixes of what is around the Inkling backend: the CUDA-graph runners, and the draft's conv state.
 
-A fix asks ``runners.py`` whether its harm is there, and wraps the methods that do it. It is for
-processes that serve Inkling: the runners serve other models too, which it has not been tried on.
+Each fix asks ``probe/runners.py`` whether SGLang does the harm, and wraps the methods that do it.
+docs/fixes.md describes them. Fixes are only for processes that serve Inkling: the runners serve
+other models too, and no fix was tried on those.
 """
 
 from __future__ import annotations
@@ -17,82 +18,75 @@ import torch
 import wrapt
 
 from inkling_sconv import names
-from inkling_sconv.names import FIXES_VARIABLE
 from inkling_sconv.plugin.convolution import InklingShortConvolution
 from inkling_sconv.plugin.settings import describe_error, log, read_fix_names
 from inkling_sconv.probe import runners
 from inkling_sconv.probe.backend import leaves_draft_extend_alone
+from inkling_sconv.probe.stand_ins import Override
 
 
 @dataclass(frozen=True)
 class Fix:
-    """``module`` is the one it waits for, ``change`` the upstream change that mended the same."""
+    """One fix: what is wrong, how to tell, and how to change it."""
 
     name: str
     change: str
+    """The upstream change or the release that fixed the same; ``ours`` if upstream has not yet."""
     module: str
+    """The SGLang module that it changes. The fix is applied when SGLang imports it."""
     harm: str
+    """What SGLang does wrong, as the log line says it."""
     is_needed: Callable[[ModuleType], bool]
+    """Whether the module does the harm. Raises what SGLang's method raises if it cannot be run."""
     apply: Callable[[ModuleType], None]
     default_for: frozenset[str] = frozenset()
-    """States of the backend where it is on by default: docs/evidence.md has the figures."""
+    """States of the backend in which it is on by default. docs/evidence.md has the figures."""
     needs_draft_extend_exemption: bool = False
-    """Whether it needs a refresh that leaves draft-extend alone."""
+    """Whether it works only with a refresh that leaves draft-extend alone."""
 
 
 def _clear_stale_rows(module: ModuleType) -> None:
-    """After every load of a batch, nothing is tracked past its rows."""
+    """Track nothing past the rows of the batch that was loaded last."""
 
+    @wrapt.patch_function_wrapper(module.PrefillCudaGraphRunner, "load_batch")
     def load_batch(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         batch = wrapped(*args, **kwargs)
-        for name in (names.TRACK_MASK, names.TRACK_INDICES):
+        for name in runners.TRACK_FIELDS:
             if runner.buffer_registry.has_slot(name):
                 runner.buffer_registry.get_slot(name).buffer[runner.raw_bs :].zero_()
         return batch
 
-    wrapt.wrap_function_wrapper(module.PrefillCudaGraphRunner, "load_batch", load_batch)
-
-
-class _WithoutSpeculation:
-    """A runner as its ``_is_mamba_track_enabled`` would see it with no speculative algorithm."""
-
-    def __init__(self, of: Any, **instead: Any):
-        self._of = of
-        self._instead = instead
-
-    def __getattr__(self, name: str) -> Any:
-        return self._instead[name] if name in self._instead else getattr(self._of, name)
-
-    @classmethod
-    def of(cls, runner: Any) -> _WithoutSpeculation:
-        algorithm = cls(runner.model_runner.spec_algorithm, is_none=lambda: True)
-        return cls(runner, model_runner=cls(runner.model_runner, spec_algorithm=algorithm))
-
 
 def _track_under_speculation(module: ModuleType) -> None:
-    """The runner decides on tracking as it would without a speculative algorithm."""
+    """Decide on tracking as if there were no speculative algorithm."""
 
+    @wrapt.patch_function_wrapper(module.PrefillCudaGraphRunner, "_is_mamba_track_enabled")
     def decide(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
-        return wrapped.__func__(_WithoutSpeculation.of(runner), *args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module.PrefillCudaGraphRunner, "_is_mamba_track_enabled", decide)
+        model_runner = runner.model_runner
+        algorithm = Override(model_runner.spec_algorithm, is_none=lambda: True)
+        model_runner = Override(model_runner, spec_algorithm=algorithm)
+        return wrapped.__func__(Override(runner, model_runner=model_runner), *args, **kwargs)
 
 
 def _keep_draft_checkpoints(module: ModuleType) -> None:
-    """A graph-static buffer of checkpoint slots, recorded by captures and filled before replays.
+    """Give draft-extend graphs a static buffer of checkpoint slots, ``[max_bs]`` int64.
 
-    Padded rows point at slot 0, which every pool reserves; their accepted count is negative, so
-    they write nothing at all.
+    Captures record it, and ``prepare`` fills it before each replay. Padded rows point at slot 0,
+    which every pool reserves. Their accepted count is negative, so they write nothing.
     """
+    whole = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
+    step = module.MultiLayerEagleDraftExtendCudaGraphRunner
 
+    @wrapt.patch_function_wrapper(whole, "_allocate_buffers")
     def allocate(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         buffers = wrapped(*args, **kwargs)
-        if not _translates(runner):
+        if not _translates_slots_on_host(runner):
             buffers.mamba_track_indices = torch.zeros(
                 runner.max_bs, dtype=torch.int64, device=buffers.seq_lens.device
             )
         return buffers
 
+    @wrapt.patch_function_wrapper(step, "get_forward_batch")
     def get_forward_batch(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         batch = wrapped(*args, **kwargs)
         slots = getattr(runner.buffers, "mamba_track_indices", None)
@@ -100,6 +94,7 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
             batch.mamba_track_indices = slots[: batch.batch_size]
         return batch
 
+    @wrapt.patch_function_wrapper(whole, "prepare")
     def prepare(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         slots = getattr(runner.buffers, "mamba_track_indices", None)
@@ -111,15 +106,9 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
                 slots[:live].copy_(batch.mamba_track_indices[:live])
         return result
 
-    whole = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
-    step = module.MultiLayerEagleDraftExtendCudaGraphRunner
-    wrapt.wrap_function_wrapper(whole, "_allocate_buffers", allocate)
-    wrapt.wrap_function_wrapper(step, "get_forward_batch", get_forward_batch)
-    wrapt.wrap_function_wrapper(whole, "prepare", prepare)
 
-
-def _translates(runner: Any) -> bool:
-    """Whether slot ids are translated on the host: a graph would keep those of its capture."""
+def _translates_slots_on_host(runner: Any) -> bool:
+    """Whether slots are translated on the host, so that a graph would keep those of its capture."""
     sidecars = (
         getattr(backend, "short_conv_backend", None)
         for backend in runner.draft_extend_attn_backend_list
@@ -128,7 +117,7 @@ def _translates(runner: Any) -> bool:
 
 
 def _place_draft_checkpoints(module: ModuleType) -> None:
-    """The draft's convolution moves its state on, and keeps a checkpoint of it, by our method."""
+    """Let our method move the draft's conv state on, and keep its checkpoint."""
     cls = module.ShortConvolution
     cls._inkling_sconv_interval = staticmethod(
         lambda: int(module.get_exec().mamba.mamba_track_interval)
@@ -138,95 +127,96 @@ def _place_draft_checkpoints(module: ModuleType) -> None:
 
 
 def _clear_draft_states_once(module: ModuleType) -> None:
-    """The draft's worker clears and copies nothing in draft-extend: the prefill has done it."""
+    """Clear and copy nothing in draft-extend, because the prefill has done it."""
+    worker = module.MultiLayerEagleDraftWorker
 
-    def apply(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
+    @wrapt.patch_function_wrapper(worker, "_apply_deferred_mamba_init_to_draft_pools")
+    def clear(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
         batch = args[0] if args else kwargs["forward_batch"]
         return None if batch.forward_mode.is_draft_extend_v2() else wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(
-        module.MultiLayerEagleDraftWorker, "_apply_deferred_mamba_init_to_draft_pools", apply
-    )
 
 
 FIXES = (
     Fix(
-        "prefill-rows",
-        "#34184",
-        names.PREFILL_RUNNER_MODULE,
-        "a replay of a prefill graph tracks rows of the last one past its own",
-        runners.leaves_stale_rows,
-        _clear_stale_rows,
+        name="prefill-rows",
+        change="#34184",
+        module=names.PREFILL_RUNNER_MODULE,
+        harm="a prefill graph's replay also tracks rows left over from the last one",
+        is_needed=runners.leaves_stale_rows,
+        apply=_clear_stale_rows,
         default_for=frozenset({"untracked", "crashing"}),
     ),
     Fix(
-        "prefill-tracking",
-        "#34043",
-        names.PREFILL_RUNNER_MODULE,
-        "prefill graphs track nothing under a speculative algorithm",
-        lambda module: (
+        name="prefill-tracking",
+        change="#34043",
+        module=names.PREFILL_RUNNER_MODULE,
+        harm="prefill graphs track no conv windows under a speculative algorithm",
+        is_needed=lambda module: (
             not runners.tracks_conv_windows(module, speculative=True)
             and runners.tracks_conv_windows(module, speculative=False)
         ),
-        _track_under_speculation,
+        apply=_track_under_speculation,
         default_for=frozenset({"untracked"}),
     ),
     Fix(
-        "draft-checkpoint",
-        "0.5.22",
-        names.DRAFT_EXTEND_RUNNER_MODULE,
-        "draft-extend graphs keep no checkpoint of the draft's conv state",
-        runners.drops_draft_checkpoints,
-        _keep_draft_checkpoints,
+        name="draft-checkpoint",
+        change="0.5.22",
+        module=names.DRAFT_EXTEND_RUNNER_MODULE,
+        harm="draft-extend graphs keep no checkpoint of the draft's conv state",
+        is_needed=runners.drops_draft_checkpoints,
+        apply=_keep_draft_checkpoints,
         default_for=frozenset({"untracked", "crashing"}),
         needs_draft_extend_exemption=True,
     ),
     Fix(
-        "draft-window",
-        "ours",
-        names.SHORT_CONVOLUTION_MODULE,
-        "the draft's checkpoint is not the window that ends on its boundary",
-        runners.misplaces_draft_checkpoints,
-        _place_draft_checkpoints,
+        name="draft-window",
+        change="ours",
+        module=names.SHORT_CONVOLUTION_MODULE,
+        harm="the draft's checkpoint is not the window that ends on its boundary",
+        is_needed=runners.misplaces_draft_checkpoints,
+        apply=_place_draft_checkpoints,
         default_for=frozenset({"untracked", "crashing"}),
     ),
     Fix(
-        "draft-state",
-        "0.5.20",
-        names.DRAFT_WORKER_MODULE,
-        "each draft-extend clears the draft's conv state again",
-        runners.clears_draft_states_again,
-        _clear_draft_states_once,
+        name="draft-state",
+        change="0.5.20",
+        module=names.DRAFT_WORKER_MODULE,
+        harm="each draft-extend clears the draft's conv state again",
+        is_needed=runners.clears_draft_states_again,
+        apply=_clear_draft_states_once,
         default_for=frozenset({"untracked", "crashing"}),
     ),
 )
 
 
 def install_fixes(backends: Sequence[type], states: set[str]) -> None:
-    """Apply every fix that is asked for and needed, when SGLang imports its module; or at once.
+    """Apply the fixes that are asked for and needed, each when SGLang imports its module, or now.
 
-    ``states`` are those in which ``backends`` were found; they decide which fixes are on by
-    default.
+    Args:
+        backends: the Inkling backends of the process, our refresh in place where it is wanted.
+        states: the states in which they were found. Without ``INKLING_SCONV_FIXES``, these decide
+            which fixes are on.
     """
-    asked = _select_asked()
+    asked = _read_known_names()
     for fix in FIXES:
-        if fix.name not in asked if asked is not None else not states & fix.default_for:
+        is_on = bool(states & fix.default_for) if asked is None else fix.name in asked
+        if not is_on:
             continue
         if fix.needs_draft_extend_exemption and not all(map(leaves_draft_extend_alone, backends)):
             if asked is not None:
                 log(
                     logging.WARNING,
                     f"{fix.name}: the refresh overwrites its slots in draft-extend; left alone. "
-                    "It takes INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset.",
+                    "It needs INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset.",
                 )
             continue
         wrapt.register_post_import_hook(functools.partial(_apply_where_needed, fix), fix.module)
 
 
-def _select_asked() -> set[str] | None:
-    """The fixes that ``INKLING_SCONV_FIXES`` names, with a warning for unknown names.
+def _read_known_names() -> set[str] | None:
+    """Read the fixes that ``INKLING_SCONV_FIXES`` names. Unknown names give one warning.
 
-    None where the variable is unset or empty.
+    Returns None if the variable is unset or empty.
     """
     asked = read_fix_names()
     if asked is None:
@@ -235,14 +225,17 @@ def _select_asked() -> set[str] | None:
     if unknown := asked.difference(known):
         log(
             logging.WARNING,
-            f"{FIXES_VARIABLE}: no fix is called {', '.join(sorted(unknown))}; there are "
+            f"{names.FIXES_VARIABLE}: unknown fix {', '.join(sorted(unknown))}; valid are "
             f"{', '.join(known)}, and none.",
         )
     return asked.intersection(known)
 
 
 def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
-    # An exception here would propagate into SGLang's own import.
+    """Apply ``fix`` if ``module`` does the harm. If it still does then, restore the classes.
+
+    Never raises: an exception would propagate into SGLang's own import.
+    """
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     before = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
 
@@ -256,13 +249,13 @@ def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
             return
         fix.apply(module)
         if not is_needed():
-            log(logging.WARNING, f"{fix.name} ({fix.change}): {fix.harm}; mended.")
+            log(logging.WARNING, f"{fix.name} ({fix.change}): {fix.harm}; fix applied.")
             return
         why = "it does not help here"
     except Exception as error:
         why = describe_error(error)
     for cls, attributes in before:
-        for name in [name for name in vars(cls) if name not in attributes]:
+        for name in vars(cls).keys() - attributes.keys():
             delattr(cls, name)
         for name, value in attributes.items():
             if vars(cls)[name] is not value:

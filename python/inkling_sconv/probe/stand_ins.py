@@ -74,6 +74,16 @@ class AllOn:
         return True
 
 
+class Override:
+    """An existing object, but for the ``given`` attributes."""
+
+    def __init__(self, original: Any, **given: Any):
+        self.__dict__.update(given, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 @contextlib.contextmanager
 def use_configuration(namespace: dict[str, Any], configuration: Any) -> Iterator[None]:
     """Give ``configuration`` to all code of ``namespace`` that asks SGLang for one.

@@ -129,7 +129,7 @@ def make_server(name: str, environment: dict[str, str], *options: str) -> Server
 def has_fix(server: Server, fix: str) -> bool:
     """Whether the server's log says that it applied this fix, or this SGLang does not need it."""
     log = server.log.read_text(errors="replace")
-    return bool(re.search(rf": {fix} \(.*; mended\.$", log, re.MULTILINE)) or not is_needed(fix)
+    return bool(re.search(rf": {fix} \(.*; fix applied\.$", log, re.MULTILINE)) or not is_needed(fix)
 
 
 def read_conv_pools(folder: Path) -> list[torch.Tensor]:

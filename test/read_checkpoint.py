@@ -1,7 +1,7 @@
-"""What the SGLang on ``PYTHONPATH`` makes of checkpoints: ``read_checkpoint.py CHECKPOINT...``.
+"""How the SGLang on ``PYTHONPATH`` reads checkpoints: ``read_checkpoint.py CHECKPOINT...``.
 
-Drives its own config, loader, model classes, tokenizer and KL helpers on a CPU. Prints one JSON
-line. Nothing is downloaded: Python's sockets are shut.
+Runs its own config, loader, model classes, tokenizer and KL helpers on a CPU. Prints one JSON line.
+Nothing is downloaded: Python's sockets are shut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import socket
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,29 +20,29 @@ TEXT = "The capital of France is, Zürich 日本 🙂 \n\t x  y"
 
 
 def main(checkpoints: list[str]) -> dict[str, Any]:
-    # 0.5.17 compiles its MoE kernels with helion, which runs nowhere without a GPU.
+    # 0.5.17 compiles its MoE kernels with helion, which does not run without a GPU.
     for name in ("helion", "helion.language"):
         sys.modules.setdefault(name, MagicMock())
     try:
         from sglang.srt.arg_groups import mamba_hook
 
-        # It refuses conv-state checkpoints on a CPU; nothing here makes any.
+        # It refuses conv-state checkpoints on a CPU; none is made here.
         mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     except (ImportError, AttributeError):
         pass
     set_up(checkpoints[0])
+    parts = {"target": None, "head 0": 0, "head 1": 1}
     return {
         "models": {
-            checkpoint: {"target": read(checkpoint, None)}
-            | {f"head {head}": read(checkpoint, head) for head in range(2)}
+            checkpoint: {part: read_model(checkpoint, head) for part, head in parts.items()}
             for checkpoint in checkpoints
         },
-        "tokenizer": tokenizer(checkpoints[0]),
-        "kl": kl(checkpoints[0]),
+        "tokenizer": read_tokenizer(checkpoints[0]),
+        "kl": read_kl_prompts(checkpoints[0]),
     }
 
 
-def server_args(checkpoint: str) -> Any:
+def make_server_args(checkpoint: str) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     return ServerArgs(
@@ -61,7 +60,7 @@ def set_up(checkpoint: str) -> None:
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 
-    arguments = server_args(checkpoint)
+    arguments = make_server_args(checkpoint)
     ranks = getattr(runtime_context, "SpawnRanks", None)
     runtime_context.publish(
         arguments, role="scheduler", **({"ranks": ranks(world_rank=0)} if ranks else {})
@@ -74,58 +73,51 @@ def set_up(checkpoint: str) -> None:
         distributed_init_method=f"file://{tempfile.mkdtemp()}/store",
     )
     initialize_model_parallel()
-    # Older releases want the server's arguments before the model's config.
+    # Older releases take the server's arguments before the model's config.
     wanted = len(inspect.signature(initialize_dp_attention).parameters)
-    initialize_dp_attention(*(arguments, model_config(checkpoint))[-wanted:])
+    initialize_dp_attention(*(arguments, make_model_config(checkpoint))[-wanted:])
 
 
-def model_config(checkpoint: str, draft: bool = False) -> Any:
+def make_model_config(checkpoint: str, draft: bool = False) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return ModelConfig.from_server_args(server_args(checkpoint), is_draft_model=draft)
+    return ModelConfig.from_server_args(make_server_args(checkpoint), is_draft_model=draft)
 
 
-def read(checkpoint: str, head: int | None) -> dict[str, Any]:
+def read_model(checkpoint: str, head: int | None) -> dict[str, Any]:
     """Load the target, or one MTP head, tensor by tensor."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import get_model_loader
     from sglang.srt.model_loader.utils import get_model_architecture
 
-    config = model_config(checkpoint, draft=head is not None)
+    config = make_model_config(checkpoint, draft=head is not None)
     choice = {} if head is None else {"draft_model_idx": head}
     loader = get_model_loader(LoadConfig(**choice), config)
     cls, _ = get_model_architecture(config)
     torch.set_default_dtype(config.dtype)
     model = cls(config=config.hf_config, quant_config=None, **choice)
     torch.set_default_dtype(torch.float32)
-    weights = list(loader._get_all_weights(config, model))
-
-    writes = {name: torch.zeros_like(p, dtype=torch.int8) for name, p in model.named_parameters()}
-    used = []
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    for name, tensor in weights:
+
+    def count_missing_rows() -> int:
+        return sum(int(p.reshape(len(p), -1)[:, 0].isnan().sum()) for p in model.parameters())
+
+    used, missing = [], count_missing_rows()
+    # Last tensor first: as long as there is no unembedding, the embeddings stand in for it.
+    for name, tensor in reversed(list(loader._get_all_weights(config, model))):
+        before = missing
         try:
             model.load_weights([(name, tensor)])
         except RuntimeError as error:
-            # A head says what is still missing.
+            # A head lists the tensors that are still missing.
             if "unloaded" not in str(error):
                 raise
-        # Tensors are written by rows: the first of a row shows it.
-        touched = {
-            n: p
-            for n, p in model.named_parameters()
-            if not p.reshape(len(p), -1)[:, 0].isnan().all()
-        }
-        for parameter, values in touched.items():
-            # Without an unembedding among them, the embeddings serve for it.
-            if not (parameter == "llm.lm_head.weight" and name == "model.llm.embed.weight"):
-                writes[parameter] += ~values.isnan()
-            values.data.fill_(torch.nan)
-        if touched:
+        missing = count_missing_rows()
+        # A tensor that writes only rows that others have written is not used.
+        if missing < before:
             # The loader calls a head's own layer 0.
             used.append(name.replace(".mtp.layers.0.", f".mtp.layers.{head or 0}."))
-    model.load_weights(iter(weights))
     return {
         "class": cls.__name__,
         "config": type(config.hf_config).__name__,
@@ -133,15 +125,12 @@ def read(checkpoint: str, head: int | None) -> dict[str, Any]:
         "context": config.context_len,
         "multimodal": config.is_multimodal,
         "end": sorted(config.hf_eos_token_id),
-        "wrong": {
-            name: [int(n.min()), int(n.max())] for name, n in writes.items() if not (n == 1).all()
-        },
-        "used": used,
         "nan": [name for name, p in model.named_parameters() if p.isnan().any()],
+        "used": used,
     }
 
 
-def tokenizer(checkpoint: str) -> dict[str, Any]:
+def read_tokenizer(checkpoint: str) -> dict[str, Any]:
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     found = get_tokenizer(checkpoint)
@@ -155,17 +144,14 @@ def tokenizer(checkpoint: str) -> dict[str, Any]:
     }
 
 
-def kl(checkpoint: str) -> dict[str, Any]:
-    from inkling_sconv.proof import checkpoint
+def read_kl_prompts(model: str) -> dict[str, Any]:
+    from inkling_sconv.proof.checkpoint import write_kl_prompts
     from sglang.test import kl_test_utils
 
-    paths = [
-        checkpoint.write_kl_prompts(checkpoint),
-        checkpoint.write_kl_prompts(checkpoint, prompt_tokens=200, samples=5),
-    ]
+    paths = [write_kl_prompts(model), write_kl_prompts(model, prompt_tokens=200, samples=5)]
     try:
-        prompts = kl_test_utils.get_input_ids(checkpoint)
-        few = kl_test_utils.get_input_ids(checkpoint, max_prompt_tokens=200, num_samples=5)
+        prompts = kl_test_utils.get_input_ids(model)
+        few = kl_test_utils.get_input_ids(model, max_prompt_tokens=200, num_samples=5)
     finally:
         for path in paths:
             path.unlink()
@@ -177,12 +163,10 @@ def kl(checkpoint: str) -> dict[str, Any]:
     }
 
 
-def _refuse(*arguments: Any, **options: Any) -> None:
+def refuse_network(*arguments: Any, **options: Any) -> None:
     raise OSError(f"network use: {arguments}")
 
 
 if __name__ == "__main__":
-    socket.socket.connect = _refuse
-    socket.getaddrinfo = _refuse
-    report = main([str(Path(argument)) for argument in sys.argv[1:]])
-    print(json.dumps(report))
+    socket.socket.connect = socket.getaddrinfo = refuse_network
+    print(json.dumps(main(sys.argv[1:])))

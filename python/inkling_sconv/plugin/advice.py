@@ -1,7 +1,8 @@
-"""What to set so that the plugin makes every fix that a tree needs.
+"""Which variables to set, so that the plugin applies every fix that a tree needs.
 
-``python -m inkling_sconv.plugin.advice`` asks the SGLang that this Python imports, and prints JSON;
-``inkling-sconv doctor`` runs it in a process per tree.
+``python -m inkling_sconv.plugin.advice`` examines the SGLang that this Python imports, and prints
+JSON. ``inkling-sconv doctor`` runs it in a process of its own for each tree. Which variables to
+unset is ``settings.list_obstacles``'s answer.
 """
 
 from __future__ import annotations
@@ -20,60 +21,71 @@ from inkling_sconv.probe.backend import State, classify, find_backends
 from inkling_sconv.probe.contract import Row, Verdict, check_backend, excuse_early_return
 
 
-def advise_setting(found: Sequence[Row], state: State, asked: Set[str] = frozenset()) -> str:
-    """The variables with which the plugin applies every fix that a row of ``found`` names.
+def advise_setting(rows: Sequence[Row], state: State, asked: Set[str] = frozenset()) -> str:
+    """Say which variables make the plugin apply the fix of every row that does not hold.
 
     Args:
-        found: the rows of a backend.
+        rows: the contract's checks of a backend.
         state: the state of that backend without the plugin.
         asked: the fixes that ``INKLING_SCONV_FIXES`` names already.
 
     Returns:
-        ``NAME=VALUE``, separated by spaces. Empty if the plugin's defaults do it, or there is
-        nothing to fix.
+        ``NAME=VALUE``, separated by spaces. Empty if there is nothing to fix, or the plugin's
+        defaults fix it.
     """
-    left = {row.fix for row in found if row.fix and row.verdict is not Verdict.HOLDS}
+    needed = {row.fix for row in rows if row.fix and row.verdict is not Verdict.HOLDS}
     default = {fix.name for fix in FIXES if state.value in fix.default_for}
-    if state is State.UNKNOWN or left <= default:
+    if state is State.UNKNOWN or needed <= default:
         return ""
-    chosen = [fix for fix in FIXES if fix.name in left | default | asked]
+    chosen = [fix for fix in FIXES if fix.name in needed | default | asked]
     setting = f"{names.FIXES_VARIABLE}={','.join(fix.name for fix in chosen)}"
     if state is State.GUARDED and any(fix.needs_draft_extend_exemption for fix in chosen):
         setting = f"{names.MODE_VARIABLE}=fast {setting}"
     return setting
 
 
-def main() -> None:
-    """Print what is found as one JSON object on the last line of standard output.
+def examine_backends(name: str, *, load_plugins: bool) -> dict[str, Any]:
+    """Check each Inkling backend in the module ``name``.
 
-    With the argument ``--plugins``, SGLang's plugins are loaded first: what a server would run.
-    Another argument is the name of the backend's module in a fork that moved it.
+    With ``load_plugins``, SGLang loads its plugins first, so that the answer is about what a server
+    would run.
+
+    Returns:
+        ``backends``: ``name``, ``state``, ``why``, ``rows`` and ``setting`` of each. ``bare``: the
+        states without plugins; empty if ``load_plugins`` is false.
     """
     bare: dict[str, State] = {}
-    name = next((a for a in sys.argv[1:] if not a.startswith("-")), names.BACKEND_MODULE)
-    if "--plugins" in sys.argv[1:]:
-        backends = find_backends(importlib.import_module(name))
-        bare = {backend.__qualname__: classify(backend).state for backend in backends}
-        importlib.import_module(names.PLUGIN_GROUP).load_plugins()
     module = importlib.import_module(name)
-    result: dict[str, Any] = {"bare": [*bare.values()], "backends": []}
-    for backend in find_backends(module):
-        report = classify(backend)
-        found = excuse_early_return([*check_backend(backend)], report.state)
-        result["backends"].append(
+    if load_plugins:
+        bare = {cls.__qualname__: classify(cls).state for cls in find_backends(module)}
+        importlib.import_module(names.PLUGIN_GROUP).load_plugins()
+    asked = read_fix_names() if load_plugins else None
+    backends = []
+    for cls in find_backends(module):
+        report = classify(cls)
+        rows = excuse_early_return([*check_backend(cls)], report.state)
+        backends.append(
             {
-                "name": backend.__qualname__,
+                "name": cls.__qualname__,
                 "state": report.state.value,
                 "why": report.why,
-                "rows": [asdict(row) for row in found],
+                "rows": [asdict(row) for row in rows],
                 "setting": advise_setting(
-                    found,
-                    bare.get(backend.__qualname__, report.state),
-                    (read_fix_names() or frozenset()) if bare else frozenset(),
+                    rows, bare.get(cls.__qualname__, report.state), asked or set()
                 ),
             }
         )
-    print(json.dumps(result))
+    return {"bare": [*bare.values()], "backends": backends}
+
+
+def main() -> None:
+    """Print ``examine_backends`` as JSON, on the last line of standard output.
+
+    Arguments: ``--plugins``, to load SGLang's plugins first; and the backend's module, if a fork
+    has moved it.
+    """
+    name = next((a for a in sys.argv[1:] if not a.startswith("-")), names.BACKEND_MODULE)
+    print(json.dumps(examine_backends(name, load_plugins="--plugins" in sys.argv[1:])))
 
 
 if __name__ == "__main__":

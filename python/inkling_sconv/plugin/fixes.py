@@ -236,8 +236,7 @@ def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
 
     Never raises: an exception would propagate into SGLang's own import.
     """
-    classes = [value for value in vars(module).values() if isinstance(value, type)]
-    before = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
+    restore_classes = save_classes(module)
 
     def is_needed() -> bool:
         # SGLang builds models, and imports modules meanwhile, with the GPU as default device.
@@ -254,10 +253,21 @@ def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
         why = "it does not help here"
     except Exception as error:
         why = describe_error(error)
-    for cls, attributes in before:
-        for name in vars(cls).keys() - attributes.keys():
-            delattr(cls, name)
-        for name, value in attributes.items():
-            if vars(cls)[name] is not value:
-                setattr(cls, name, value)
+    restore_classes()
     log(logging.ERROR, f"{fix.name} ({fix.change}): {why}; left alone.")
+
+
+def save_classes(module: ModuleType) -> Callable[[], None]:
+    """Return a function that gives the classes of ``module`` back their attributes of now."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    saved = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
+
+    def restore() -> None:
+        for cls, attributes in saved:
+            for name in vars(cls).keys() - attributes.keys():
+                delattr(cls, name)
+            for name, value in attributes.items():
+                if vars(cls)[name] is not value:
+                    setattr(cls, name, value)
+
+    return restore

@@ -1,7 +1,8 @@
 """What SGLang's CUDA-graph runners do with the conv state's track fields, found by running them.
 
-A runner's method is driven on CPU tensors, on an instance without a model: everything else that it
-calls or reads is blank. Each question raises what the method raises where it cannot be driven.
+Each question runs one method of a runner on CPU tensors, on an instance without a model: everything
+else that the method calls or reads is blank. If the method cannot be run so, the question raises
+what the method raises.
 """
 
 from __future__ import annotations
@@ -24,28 +25,35 @@ from inkling_sconv.names import (
 from inkling_sconv.probe.stand_ins import AllOn, Blank, Stub, make_instance, use_configuration
 
 TRACK_FIELDS = (TRACK_MASK, TRACK_INDICES)
-"""What decides whether a recorded checkpoint scatter writes a row, and where to."""
+"""The fields that decide whether a recorded checkpoint scatter writes a row, and where."""
 
 _SLOTS = 4
 
 
 def leaves_stale_rows(module: ModuleType) -> bool:
-    """Whether a prefill replay sees the last replay's track fields past the live batch.
+    """Whether a prefill replay still finds the last replay's track fields past the live batch.
 
-    A batch of three requests is loaded, then one of one, into a graph of four request slots.
+    Loads a batch of three requests, then a batch of one.
     """
-    runner = module.PrefillCudaGraphRunner
-    # Its registry as it builds it, but shared with nobody.
+    runner = make_prefill_runner(module)
+    for requests in (3, 1):
+        runner.load_batch(make_prefill_batch(requests))
+    return any(runner.buffer_registry.get_slot(name).buffer[1:].any() for name in TRACK_FIELDS)
+
+
+def make_prefill_runner(module: ModuleType, *, tracking: bool = True) -> Any:
+    """Make a prefill runner of four request slots on which only ``load_batch`` is real."""
+    # The registry that SGLang builds for it, but not shared with other runners.
     registry = importlib.import_module(BUFFER_REGISTRY_MODULE).build_prefill_registry(
         device=torch.device("cpu"),
         max_bs=_SLOTS,
         max_num_token=_SLOTS * 4,
         cache_loc_dtype=torch.int64,
-        enable_mamba_track=True,
+        enable_mamba_track=tracking,
         share_pool=False,
     )
-    host = make_instance(
-        runner,
+    return make_instance(
+        module.PrefillCudaGraphRunner,
         "load_batch",
         buffer_registry=registry,
         capture_num_tokens=[_SLOTS * 4],
@@ -56,13 +64,10 @@ def leaves_stale_rows(module: ModuleType) -> bool:
             lambda: torch.zeros(_SLOTS, dtype=torch.int64)
         ),
     )
-    for requests in (3, 1):
-        host.load_batch(_prefill_batch(requests))
-    return any(registry.get_slot(name).buffer[1:].any() for name in TRACK_FIELDS)
 
 
-def _prefill_batch(requests: int) -> Stub:
-    """A live batch of four tokens a request, every row tracked into slot 7."""
+def make_prefill_batch(requests: int) -> Stub:
+    """Make a live batch of four tokens a request, each request tracked into slot 7."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     row = torch.ones(requests, dtype=torch.int64)
@@ -86,47 +91,45 @@ def _prefill_batch(requests: int) -> Stub:
 
 
 def tracks_conv_windows(module: ModuleType, *, speculative: bool) -> bool:
-    """Whether prefill graphs track conv windows, with everything on that tracking needs."""
-    runner = module.PrefillCudaGraphRunner
-    host = make_instance(
-        runner,
+    """Whether prefill graphs track conv windows if all settings that tracking needs are on."""
+    runner = make_instance(
+        module.PrefillCudaGraphRunner,
         "_is_mamba_track_enabled",
         model_runner=AllOn(spec_algorithm=AllOn(is_none=not speculative)),
     )
     with use_configuration(vars(module), AllOn()):
-        return bool(host._is_mamba_track_enabled())
+        return bool(runner._is_mamba_track_enabled())
 
 
 def drops_draft_checkpoints(module: ModuleType) -> bool:
-    """Whether the batch of a draft-extend capture has no destination for the draft's checkpoints.
+    """Whether the batch of a draft-extend capture has no slots for the draft's checkpoints.
 
-    Then the captured convolution records no tracking, and no replay keeps a checkpoint.
+    If so, the graph records no tracking, and no replay keeps a checkpoint.
     """
-    runner = module.MultiLayerEagleDraftExtendCudaGraphRunner
     buffers = Stub(
-        # The one that is sliced in its second dimension.
+        # Sliced in its second dimension, unlike the others.
         mrope_positions=torch.zeros((3, _SLOTS), dtype=torch.int64),
         **{
             name: torch.zeros(_SLOTS, dtype=torch.int64)
             for name in ("seq_lens", "mamba_track_indices")
         },
     )
-    host = make_instance(
-        runner,
+    runner = make_instance(
+        module.MultiLayerEagleDraftExtendCudaGraphRunner,
         "get_forward_batch",
         buffers=buffers,
         captured_req_width=1,
         extend_seq_lens_cpu=[1] * _SLOTS,
         num_front_tokens=0,
     )
-    return host.get_forward_batch(2).mamba_track_indices is None
+    return runner.get_forward_batch(2).mamba_track_indices is None
 
 
 def misplaces_draft_checkpoints(module: ModuleType) -> bool:
-    """Whether what draft-extend checkpoints is not the window that ends on the boundary.
+    """Whether draft-extend checkpoints another window than the one that ends on the boundary.
 
-    A request of six tokens accepts three more, with a boundary at eight; without front rows, and
-    with four of them. Rows hold their positions.
+    A request of six tokens accepts three more. The boundary is at eight, and each row holds its
+    position. Asked without front rows, and with four.
     """
     interval, window, base, accepted, width = 8, 3, 6, 3, 3
     configuration = AllOn(mamba=AllOn(mamba_track_interval=interval))
@@ -171,7 +174,7 @@ def _scatter(
     mamba_track_indices: torch.Tensor,
     **_: Any,
 ) -> None:
-    """What SGLang's kernel of that name does with one request, on the CPU."""
+    """Do on the CPU what SGLang's ``fused_draft_extend_sconv_cache`` does with one request."""
     window, slot = sconv_cache.shape[1], int(cache_indices[0])
     rows = torch.cat([sconv_cache[slot], hidden_states.view(draft_token_num, -1)])
     if do_tracking and crossed[0]:
@@ -182,10 +185,10 @@ def _scatter(
 
 
 def clears_draft_states_again(module: ModuleType) -> bool:
-    """Whether each draft-extend clears the draft's conv states, as the prefill before it did.
+    """Whether each draft-extend clears the draft's conv states again, after the prefill did.
 
-    Two things make it so: a batch that decodes still has what its prefill was to clear, and the
-    draft's worker clears what a batch has in draft-extend too.
+    It does if a decoding batch still names the slots that its prefill was to clear, and if the
+    draft's worker clears them in draft-extend too.
     """
     return _clears_in_draft_extend(module) and _decodes_with_slots_to_clear()
 

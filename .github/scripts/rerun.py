@@ -19,7 +19,6 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -36,7 +35,7 @@ SHORT_NAMES = {
     "prefill": "test_inkling_prefill_graph.py",
     "soak": "test_inkling_soak.py",
 }
-ROOT, REGISTERED, NEEDS_GPU = "test/", "test/registered/", ("test/registered/", "test/gpu/")
+REGISTERED, NEEDS_GPU = "test/registered/", ("test/registered/", "test/gpu/")
 MAX_COMMENT, MAX_WORDS, MAX_TESTS, MAX_FILE = 1000, 20, 100, 1_000_000
 
 PLAIN = re.compile(r"[A-Za-z0-9_./: -]+")
@@ -44,8 +43,10 @@ SHA = re.compile(r"[0-9a-f]{40}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SUITE = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 # No part of a path starts with a dot or a dash, which excludes `..` and options.
-FILE = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*test_[A-Za-z0-9_]+\.py")
+FILE = re.compile(r"(?:test/(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*)?test_[A-Za-z0-9_]+\.py")
 NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:::[A-Za-z_][A-Za-z0-9_]*)?")
+# A registration with one of SGLang's CIs, and the order of its arguments.
+CALL, POSITIONAL = re.compile(r"register_\w+_ci"), ("est_time", "suite", "nightly", "disabled")
 SYMLINK = "120000"
 
 
@@ -122,8 +123,6 @@ class Commit:
             if len(found) > 1:
                 raise RefusedError(f"{len(found)} files are named `{path}`; give the path.")
             path = found[0] if found else path
-        elif not path.startswith(ROOT):
-            raise RefusedError(f"`{path}` is outside `test/`.")
         parts = (path, *map(str, PurePosixPath(path).parents))
         if any(self.modes.get(part) == SYMLINK for part in parts):
             raise RefusedError(f"`{path}` is a symbolic link, or is reached through one.")
@@ -144,17 +143,14 @@ class Commit:
 def read_suites(text: str) -> set[str]:
     """Return the suites that a file registers for, as SGLang's parser ``sglang.test.ci`` does."""
     found = set()
-    for node in parse_python(text).body:
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-            continue
-        call = node.value
-        if not (isinstance(call.func, ast.Name) and re.fullmatch(r"register_\w+_ci", call.func.id)):
-            continue
-        nodes = dict(zip(("est_time", "suite", "nightly", "disabled"), call.args, strict=False))
-        nodes.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
-        values = {
-            name: node.value for name, node in nodes.items() if isinstance(node, ast.Constant)
-        }
+    for statement in parse_python(text).body:
+        match statement:
+            case ast.Expr(ast.Call(ast.Name(name), arguments, keywords)) if CALL.fullmatch(name):
+                named = [(keyword.arg, keyword.value) for keyword in keywords]
+            case _:
+                continue
+        nodes = [*zip(POSITIONAL, arguments, strict=False), *named]
+        values = {key: node.value for key, node in nodes if isinstance(node, ast.Constant)}
         suite, stage, config = (values.get(n) for n in ("suite", "stage", "runner_config"))
         if isinstance(stage, str) and isinstance(config, str):
             suite = f"{stage}-test-{config}"
@@ -357,36 +353,32 @@ def read_job() -> Job:
     job = Job(**json.loads(github.read_variable("RERUN_JOB")))
     for test in job.tests:
         file, colons, names = str(test).partition("::")
-        is_plain = FILE.fullmatch(file) and file.startswith(ROOT)
-        if not is_plain or (colons and not NAMES.fullmatch(names)):
+        is_path = "/" in file and FILE.fullmatch(file)
+        if not is_path or (colons and not NAMES.fullmatch(names)):
             raise ActionError(f"{test!r} is not a test id")
     if not job.tests or not SHA.fullmatch(job.sha):
         raise ActionError("RERUN_JOB names no tests or no commit")
     return job
 
 
-def run_tests(python: str) -> int:
-    """Run the tests in the working directory, a checkout of the pull request."""
+def run_tests() -> int:
+    """Run the tests with this Python in the working directory, a checkout of the pull request."""
     job = read_job()
     commit = run_git("rev-parse", "HEAD").decode().strip()
     if commit != job.sha:
         raise ActionError(f"the checkout is at {commit}, not at {job.sha}")
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.xml"
-        command = [python, "-m", "pytest", "-v", f"--junitxml={record}", *job.tests]
+        command = [sys.executable, "-m", "pytest", "-v", f"--junitxml={record}", *job.tests]
         print(json.dumps(command), flush=True)
-        try:
-            code = subprocess.run(command).returncode
-        except OSError as error:
-            raise ActionError(f"{python} does not start: {error.strerror}") from None
+        code = subprocess.run(command).returncode
         suite = ElementTree.parse(record).getroot().find("testsuite") if record.exists() else None
     if suite is None:
         return code or 1
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    github.write_output(
-        "counts", f"{total - skipped - failed} passed, {failed} failed, {skipped} skipped"
-    )
+    passed = total - skipped - failed
+    github.write_output("counts", f"{passed} passed, {failed} failed, {skipped} skipped")
     # On a runner without a GPU every test skips. That must not look like a pass.
     if code == 0 and skipped == total:
         print(f"rerun.py: no test ran: {skipped} skipped", file=sys.stderr)
@@ -412,13 +404,9 @@ def report_outcome() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="rerun.py", description=__doc__)
-    parser.add_argument("command", choices=("parse", "run", "report"))
-    parser.add_argument("--python", default=sys.executable, help="for run: has pytest")
-    options = parser.parse_args(arguments)
-    if options.command == "run":
-        return github.run_command("rerun.py", partial(run_tests, options.python))
-    command = parse_comment if options.command == "parse" else report_outcome
-    return github.run_command("rerun.py", command)
+    commands = {"parse": parse_comment, "run": run_tests, "report": report_outcome}
+    parser.add_argument("command", choices=commands)
+    return github.run_command("rerun.py", commands[parser.parse_args(arguments).command])
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def check_log(lines: list[str], tree: str, but: str = "") -> None:
     assert len(lines) == len(names), lines
     for line, name in zip(lines, names, strict=True):
         assert line.startswith("WARNING inkling_sconv ") and f": {name} (" in line
-        assert line.endswith("; mended.")
+        assert line.endswith("; fix applied.")
 
 
 def check_grafted(seen: dict, tree: str, log: list[str], but: str = "") -> None:

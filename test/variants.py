@@ -1,10 +1,11 @@
-"""Forks of the backend's file, each made at test time by an edit of a release's own text.
+"""Forks of the backend's file, each made at test time by a small edit of a release's own text.
 
 No line of SGLang is kept here: an edit names only the few tokens that it changes.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -15,32 +16,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import releases
+from inkling_sconv.names import REFRESH, STATIC_INDICES
 
-REFRESH = "_refresh_track_conv_indices"
+Edit = Callable[[str], str | bytes]
+
 CLASS = "InklingShortConvAttnBackend"
 FIELD = "forward_batch.extend_prefix_lens"
 ZEROS = "torch.zeros_like(forward_batch.mamba_track_seqlens)"
 LIVE = "        live = min("
 MASK_TEST = "if forward_batch.mamba_track_mask is None:"
 RUFF = shutil.which("ruff", path=str(Path(sys.executable).parent)) or "ruff"
+read_text = functools.cache(releases.backend_text)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``line_length`` is the one it is formatted at; None where it is not."""
+    """An edit of ``source`` that heals, or that is refused with ``reason``.
+
+    ``line_length`` is the one that the text is formatted at; None if it is not.
+    """
 
     name: str
-    edit: Callable[[str], bytes]
-    heals: bool
+    edit: Edit
+    reason: str = ""
     source: str = releases.CRASHING
     line_length: int | None = None
-    reason: str = ""
 
-    def text(self) -> bytes:
-        return self.edit(releases.backend_text(self.source))
+    def make_text(self) -> bytes:
+        text = self.edit(read_text(self.source))
+        return text if isinstance(text, bytes) else text.encode()
 
 
-def sub(text: str, *edits: tuple[str, str]) -> str:
+# ------------------------------------------------------------------------------------- edits
+
+
+def replace(text: str, *edits: tuple[str, str]) -> str:
     for old, new in edits:
         assert old in text, old
         text = text.replace(old, new)
@@ -48,135 +58,93 @@ def sub(text: str, *edits: tuple[str, str]) -> str:
 
 
 def split(text: str) -> tuple[str, str, str]:
-    """What is before the method, the method, and what comes after it."""
+    """Split into what is before the method, the method, and what comes after it."""
     start = text.index(f"    def {REFRESH}")
     end = text.index("\n    def ", start) + 1
     return text[:start], text[start:end], text[end:]
 
 
-def in_method(*edits: tuple[str, str]) -> Callable[[str], str]:
-    def edit(text: str) -> str:
+def edit_method(edit: Callable[[str], str]) -> Edit:
+    def edit_text(text: str) -> str:
         head, method, tail = split(text)
-        return head + sub(method, *edits) + tail
+        return head + edit(method) + tail
 
-    return edit
-
-
-def before_live(code: str) -> Callable[[str], str]:
-    """``code`` just before the first read of the prefix lengths."""
-    code = textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", " " * 8)
-    return in_method((LIVE, code + LIVE))
+    return edit_text
 
 
-def with_local(name: str, code: str, used: bool = True) -> Callable[[str], str]:
-    """``code`` binds the local ``name``, which stands for the field from there on."""
-
-    def edit(text: str) -> str:
-        if used:
-            text = in_method((FIELD, name))(text)
-        return before_live(code)(text)
-
-    return edit
+def in_method(*edits: tuple[str, str]) -> Edit:
+    return edit_method(lambda method: replace(method, *edits))
 
 
-def signature(new: str) -> Callable[[str], str]:
-    def edit(text: str) -> str:
-        head, method, tail = split(text)
-        pattern = re.compile(rf"def {REFRESH}\(.*?\):\n", re.DOTALL)
-        assert pattern.search(method)
-        return head + pattern.sub(lambda _: f"def {REFRESH}({new}:\n", method) + tail
-
-    return edit
+def chain(*edits: Edit) -> Edit:
+    return lambda text: functools.reduce(lambda result, edit: edit(result), edits, text)
 
 
-def calls_by_name(text: str) -> str:
-    call = f"self.{REFRESH}(forward_batch, on_graph_path)"
-    return sub(text, (call, call.replace(", on", ", on_graph_path=on")))
+def indent(code: str) -> str:
+    return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", " " * 8)
 
 
-def body(text: str) -> tuple[str, str, str]:
-    """As ``split``, with the signature and docstring in the first part."""
-    head, method, tail = split(text)
-    place = method.index("        if forward_batch.mamba_track_mask is None")
-    return head + method[:place], method[place:], tail
+def insert(code: str, before: str = LIVE) -> Edit:
+    """Insert ``code`` before the first read of the prefix lengths."""
+    return in_method((before, indent(code) + before))
 
 
-def nested(opening: str) -> Callable[[str], str]:
-    """Everything from the first read on in a block of its own."""
+def bind(name: str, code: str, used: bool = True) -> Edit:
+    """Insert ``code``, which binds the local ``name``; ``used`` in the place of the field."""
+    return chain(in_method((FIELD, name)) if used else str, insert(code))
 
-    def edit(text: str) -> str:
-        head, method, tail = body(text)
+
+def replace_one(pattern: str, new: str) -> Edit:
+    """Replace the one place in the method that ``pattern`` matches."""
+
+    def edit(method: str) -> str:
+        result, count = re.subn(pattern, lambda _: new, method, flags=re.DOTALL | re.MULTILINE)
+        assert count == 1, pattern
+        return result
+
+    return edit_method(edit)
+
+
+def set_signature(parameters: str) -> Edit:
+    return replace_one(rf"def {REFRESH}\(.*?\):\n", f"def {REFRESH}({parameters}:\n")
+
+
+def rename(*pairs: tuple[str, str]) -> Edit:
+    def edit(method: str) -> str:
+        for old, new in pairs:
+            method, count = re.subn(rf"(?<![\w.]){old}\b", new, method)
+            assert count, old
+        return method
+
+    return edit_method(edit)
+
+
+def nest(opening: str) -> Edit:
+    """Put everything from the first read on into a block of its own."""
+
+    def edit(method: str) -> str:
         place = method.index(LIVE)
-        inner = textwrap.indent(method[place:], "    ")
-        return f"{head}{method[:place]}        {opening}\n{inner}{tail}"
+        return f"{method[:place]}        {opening}\n{textwrap.indent(method[place:], '    ')}"
 
-    return edit
-
-
-def comments_everywhere(text: str) -> str:
-    head, method, tail = body(text)
-    parts = re.split(r"(?m)^(?=        [a-z])", method)
-    return head + "        # fork\n".join(["", *parts[1:]]) + tail
+    return edit_method(edit)
 
 
-def guarded_class(text: str) -> str:
-    start = text.index(f"class {CLASS}(")
-    end = text.index("\nclass ", start)
-    return text[:start] + "if True:\n" + textwrap.indent(text[start:end], "    ") + text[end:]
-
-
-def subclass(method: bool) -> Callable[[str], str]:
-    def edit(text: str) -> str:
-        if method:
-            return f"{text}\n\nclass Fork({CLASS}):\n{split(text)[1]}"
-        override = f"""
-            class Fork({CLASS}):
-                def {REFRESH}(self, batch, graph):
-                    super().{REFRESH}(batch, graph)
-        """
-        return f"{text}\n\n{textwrap.dedent(override)}"
-
-    return edit
-
-
-def flat_fill(text: str) -> str:
-    """The early return as an ``if`` of its own, before the fill's."""
-    return in_method(
-        (f"        {MASK_TEST}\n            if not", f"        {MASK_TEST[:-1]} and not"),
-        ("            return\n", f"            return\n        {MASK_TEST}\n"),
-    )(text)
-
-
-def one_line_method(text: str) -> str:
-    head, _, tail = split(text)
-    line = f"    def {REFRESH}(self, b, g): b.mamba_track_mask = 0; b.extend_prefix_lens\n\n"
-    return head + line + tail
-
-
-def without_method(text: str) -> str:
-    head, _, tail = split(text)
-    return head + tail
-
-
-def prefix_before_fill(text: str) -> str:
-    head, rest, tail = body(text)
-    return f"{head}        count = {FIELD}.shape[0]\n{rest}{tail}"
-
-
-def guard_in_fill(test: str) -> Callable[[str], str]:
+def guard_in_fill(test: str) -> Edit:
+    """Put the guard inside the inert fill's branch, which a second call skips."""
+    fill_end = "        rows = forward_batch.batch_size\n        query"
     guard = f"            if {test}:\n                lens = {ZEROS}\n"
-
-    def edit(text: str) -> str:
-        head, rest, tail = body(text)
-        rest = sub(rest, (FIELD, "lens"))
-        place = rest.index("        rows = forward_batch.batch_size\n        query")
-        rest = rest[:place] + guard + rest[place:]
-        return f"{head}        lens = {FIELD}\n{rest}{tail}"
-
-    return edit
+    return chain(
+        in_method((FIELD, "lens"), (fill_end, guard + fill_end)),
+        insert(f"lens = {FIELD}", before=f"        {MASK_TEST}"),
+    )
 
 
-def formatted(line_length: int) -> Callable[[str], bytes]:
+def return_early(code: str) -> Edit:
+    """Replace the untracked tree's early return."""
+    return replace_one(rf"^ {{8}}{re.escape(MASK_TEST)}\n {{12}}return\n", indent(code))
+
+
+def format_at(line_length: int) -> Edit:
     def edit(text: str) -> bytes:
         command = [RUFF, "format", "--isolated", f"--line-length={line_length}", "-"]
         return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
@@ -184,321 +152,212 @@ def formatted(line_length: int) -> Callable[[str], bytes]:
     return edit
 
 
-def tabs(text: str) -> str:
-    return re.sub(r"(?m)^(?: {4})+", lambda m: "\t" * (len(m[0]) // 4), text)
+def set_newlines(*ends: str) -> Edit:
+    return lambda text: "".join(
+        line + ends[number % len(ends)] for number, line in enumerate(text.splitlines())
+    ).encode()
 
 
-def trailing_blanks(text: str) -> str:
-    head, method, tail = split(text)
-    return head + re.sub(r"(?m)(?<=[\w)\],:])$", "  \t", method) + tail
-
-
-def mixed_newlines(text: str) -> bytes:
-    lines = text.splitlines()
-    return b"".join(
-        line.encode() + (b"\r\n" if number % 3 else b"\n") for number, line in enumerate(lines)
-    )
-
-
-def newlines(new: str) -> Callable[[str], bytes]:
-    return lambda text: text.replace("\n", new).encode()
-
-
-def latin_1(text: str) -> bytes:
+def encode_latin_1(text: str) -> bytes:
     return ("# -*- coding: latin-1 -*-\n# Café, naïve, ½\n" + text).encode("latin-1")
 
 
-def renamed(*pairs: tuple[str, str]) -> Callable[[str], str]:
-    def edit(text: str) -> str:
-        head, method, tail = split(text)
-        for old, new in pairs:
-            method, count = re.subn(rf"(?<![\w.]){old}\b", new, method)
-            assert count, old
-        return head + method + tail
-
-    return edit
+def append(code: str) -> Edit:
+    return lambda text: text + code
 
 
-def alias_torch(text: str) -> str:
-    return re.sub(
-        r"(?<!import )\btorch\.", "th.", sub(text, ("import torch\n", "import torch as th\n"))
-    )
+def indent_class(text: str) -> str:
+    start = text.index(f"class {CLASS}(")
+    end = text.index("\nclass ", start)
+    return text[:start] + "if True:\n" + textwrap.indent(text[start:end], "    ") + text[end:]
 
 
-def appended(code: str) -> Callable[[str], str]:
-    return lambda text: text + "\n\n" + textwrap.dedent(code)
+ADD_SUBCLASS = f"\n\nclass Fork({CLASS}):\n"
+CALL_BASE = f"    def {REFRESH}(self, batch, graph):\n        super().{REFRESH}(batch, graph)\n"
+CALL = f"self.{REFRESH}(forward_batch, on_graph_path"
+ASYNC = """
 
+async def fork(source):
+    async with source as items:
+        return [await item async for item in items if (seen := item)]
 
-def early_return(new: str) -> Callable[[str], str]:
-    """Another shape of the untracked tree's early return."""
-
-    def edit(text: str) -> str:
-        head, method, tail = split(text)
-        pattern = re.compile(rf"(?m)^ {{8}}{re.escape(MASK_TEST)}\n {{12}}return\n")
-        assert len(pattern.findall(method)) == 1
-        code = textwrap.indent(textwrap.dedent(new).strip("\n") + "\n", " " * 8)
-        return head + pattern.sub(lambda _: code, method) + tail
-
-    return edit
-
-
-_ALL: list[Variant] = []
-
-
-def _add(heals: bool, name: str, edit: Callable[[str], str | bytes], **more: object) -> None:
-    def encoded(text: str) -> bytes:
-        new = edit(text)
-        return new if isinstance(new, bytes) else new.encode()
-
-    _ALL.append(Variant(name, encoded, heals, **more))
-
-
-def _heals(name: str, edit: Callable[[str], str | bytes], **more: object) -> None:
-    _add(True, name, edit, **more)
-
-
-def _refuses(name: str, reason: str, edit: Callable[[str], str | bytes], **more: object) -> None:
-    _add(False, name, edit, reason=reason, **more)
-
-
-_heals("as it is", str, line_length=88)
-for _length in (60, 79, 120, 200):
-    _heals(f"formatted at {_length}", formatted(_length), line_length=_length)
-_heals("CRLF", newlines("\r\n"), line_length=88)
-_refuses("CR", "lone CR", newlines("\r"))
-_heals("mixed newlines", mixed_newlines)
-_heals("tabs in comments", before_live("#\tfork:\tkept\there\nrows = rows\t#\tfork"))
-_heals("tab indentation", tabs)
-_heals("trailing blanks", trailing_blanks)
-_heals("byte order mark", lambda text: b"\xef\xbb\xbf" + text.encode())
-_heals("latin-1", latin_1)
-_heals("no final newline", lambda text: text.rstrip("\n"))
-_heals("form feed", lambda text: sub(text, ("\nclass ", "\n\f\nclass ")))
-_heals("not ASCII", before_live("label = 'préfixe ✓ 前缀'"))
-_heals(
-    "renamed arguments",
-    renamed(("forward_batch", "fb"), ("on_graph_path", "recorded"), ("self", "this")),
+def kind(value):
+    match value:
+        case {"a": [1, *_]} | None:
+            return f"{value!r:>{10}}"
+"""
+LOG = "import logging\nlogging.getLogger(__name__).debug('%s', on_graph_path)"
+CONFLICT = "<<<<<<< ours\nx = 1\n=======\nx = 2\n>>>>>>> theirs"
+SECOND_IF = (
+    (f"        {MASK_TEST}\n            if not", f"        {MASK_TEST[:-1]} and not"),
+    ("            return\n", f"            return\n        {MASK_TEST}\n"),
 )
-_heals("renamed locals", renamed(("live", "n_live"), ("rows", "n_rows")))
-_heals(
-    "keyword-only",
-    lambda text: calls_by_name(signature("self, forward_batch, *, on_graph_path)")(text)),
-)
-_heals("positional-only", signature("self, forward_batch, on_graph_path, /)"))
-_heals("a default", signature("self, forward_batch, on_graph_path=False)"))
-_heals("one argument more", signature("self, forward_batch, on_graph_path, layer=None)"))
-_heals("no annotations", signature("self, forward_batch, on_graph_path)"))
-_heals(
-    "annotations",
-    signature("self: object, forward_batch: 'ForwardBatch', on_graph_path: 'bool') -> 'None'"),
-)
-_heals(
-    "statements in another order",
-    lambda text: before_live("rows = forward_batch.batch_size")(
-        in_method(("        rows = forward_batch.batch_size\n        query", "        query"))(text)
+
+# ------------------------------------------------------------------------------------ tables
+
+HEALS: dict[str, Edit] = {
+    # How the text is written.
+    "CR LF": set_newlines("\r\n"),
+    "mixed newlines": set_newlines("\n", "\r\n", "\r\n"),
+    "tabs in comments": insert("#\tfork:\tkept\there\nrows = rows\t#\tfork"),
+    "tab indentation": lambda t: re.sub(r"(?m)^(?: {4})+", lambda m: "\t" * (len(m[0]) // 4), t),
+    "trailing blanks": edit_method(lambda m: re.sub(r"(?m)(?<=[\w)\],:])$", "  \t", m)),
+    "byte order mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
+    "latin-1": encode_latin_1,
+    "no final newline": lambda text: text.rstrip("\n"),
+    "form feed": lambda text: replace(text, ("\nclass ", "\n\f\nclass ")),
+    "not ASCII": insert("label = 'préfixe ✓ 前缀'"),
+    "comments everywhere": edit_method(
+        lambda m: re.sub(
+            r"(?m)^(?=        (?:if|rows|live|query|out|self)\b)", "        # fork\n", m
+        )
     ),
-)
-_heals(
-    "logging",
-    before_live(
-        """
-        import logging
-
-        logging.getLogger(__name__).debug("rows %s, graph %s", rows, on_graph_path)
-        """
+    "slices over lines": in_method(("[:live]", "[\n            :live\n            ]")),
+    # What things are called.
+    "renamed arguments": rename(
+        ("forward_batch", "fb"), ("on_graph_path", "recorded"), ("self", "this")
     ),
-)
-_heals(
-    "logging that asks for draft-extend",
-    before_live("if forward_batch.forward_mode.is_draft_extend_v2():\n    kind = 'draft'"),
-)
-_heals("half applied: bound and used", with_local("prefix_lens", f"prefix_lens = {FIELD}"))
-_heals("half applied: bound", with_local("prefix_lens", f"prefix_lens = {FIELD}", used=False))
-_heals("bound under another name", with_local("lens", f"lens = {FIELD}"))
-_heals("annotated binding", with_local("lens", f"lens: torch.Tensor = {FIELD}"))
-_heals("two names at once", with_local("lens", f"lens = other = {FIELD}\nrows += 0 * len(other)"))
-_heals("bound in a tuple", with_local("lens", f"lens, rows = {FIELD}, rows"))
-_heals("walrus", with_local("lens", f"int((lens := {FIELD}).shape[0])"))
-_heals("the local's name is taken", before_live("prefix_lens = 0"))
-_heals("import torch as th", alias_torch)
-_heals("class renamed", lambda text: text.replace(CLASS, "ForkSconvBackend"))
-_heals("override that calls its base", subclass(method=False))
-_heals("two definitions", subclass(method=True))
-_heals("class under an if", guarded_class)
-_heals("slices over lines", in_method(("[:live]", "[\n            :live\n            ]")))
-_heals("decorated", in_method((f"    def {REFRESH}", f"    @torch.no_grad()\n    def {REFRESH}")))
-_heals(
-    "async elsewhere",
-    appended(
-        """
-        async def fork(source):
-            async with source as items:
-                return [await item async for item in items if (seen := item)]
-
-        def kind(value):
-            match value:
-                case {"a": [1, *_]} | None:
-                    return f"{value!r:>{10}}"
-        """
+    "renamed locals": rename(("live", "n_live"), ("rows", "n_rows")),
+    "the local's name is taken": insert("prefix_lens = 0"),
+    "torch as th": lambda text: re.sub(
+        r"(?<!import )\btorch\.", "th.", replace(text, ("import torch\n", "import torch as th\n"))
     ),
-)
-_heals("comments between statements", comments_everywhere)
-_heals("None on the left", in_method((MASK_TEST, "if None is forward_batch.mamba_track_mask:")))
-_heals("two ifs instead of one in the other", flat_fill)
-_heals("in a with", nested("with torch.no_grad():"))
-_heals("in an if", nested("if rows >= 0:"))
-_heals(
-    "in a try",
-    lambda text: sub(
-        nested("try:")(text),
-        ("\n    def commit", "        finally:\n            pass\n\n    def commit"),
+    "class renamed": lambda text: text.replace(CLASS, "ForkSconvBackend"),
+    # What the method takes, and where it stands.
+    "keyword-only": chain(
+        set_signature("self, forward_batch, *, on_graph_path)"),
+        lambda text: replace(text, (CALL, CALL.replace(", on", ", on_graph_path=on"))),
     ),
-)
-_heals("read in a condition", before_live(f"if {FIELD}.shape[0] < 0:\n    rows = rows"))
-_heals("read in a loop", before_live(f"for _ in range(1):\n    {FIELD}.shape"))
-_heals("several statements on a line", before_live(f"one = 1; two = {FIELD}.shape[0]; del_ = 3"))
-_heals("inner function that reads something else", before_live("def inner():\n    return rows"))
+    "positional-only": set_signature("self, forward_batch, on_graph_path, /)"),
+    "a default": set_signature("self, forward_batch, on_graph_path=False)"),
+    "one argument more": set_signature("self, forward_batch, on_graph_path, layer=None)"),
+    "annotations": set_signature(
+        "self: object, forward_batch: 'ForwardBatch', on_graph_path: 'bool') -> 'None'"
+    ),
+    "decorated": in_method((f"    def {REFRESH}", f"    @torch.no_grad()\n    def {REFRESH}")),
+    "override that calls its base": append(ADD_SUBCLASS + CALL_BASE),
+    "two definitions": lambda text: text + ADD_SUBCLASS + split(text)[1],
+    "class under an if": indent_class,
+    "async elsewhere": append(ASYNC),
+    # What else the method does.
+    "statements in another order": chain(
+        in_method(("        rows = forward_batch.batch_size\n        query", "        query")),
+        insert("rows = forward_batch.batch_size"),
+    ),
+    "logging": insert(LOG),
+    "asks for draft-extend": insert(
+        "if forward_batch.forward_mode.is_draft_extend_v2():\n    kind = 'draft'"
+    ),
+    "None on the left": in_method((MASK_TEST, "if None is forward_batch.mamba_track_mask:")),
+    "two ifs instead of one in the other": in_method(*SECOND_IF),
+    "in a with": nest("with torch.no_grad():"),
+    "in an if": nest("if rows >= 0:"),
+    "in a try": chain(
+        nest("try:"),
+        edit_method(lambda m: m.rstrip("\n") + "\n        finally:\n            pass\n\n"),
+    ),
+    "inner function that reads something else": insert("def inner():\n    return rows"),
+    # Where the field is read, or bound already.
+    "read in a condition": insert(f"if {FIELD}.shape[0] < 0:\n    rows = rows"),
+    "read in a loop": insert(f"for _ in range(1):\n    {FIELD}.shape"),
+    "several statements on a line": insert(f"one = 1; two = {FIELD}.shape[0]; del_ = 3"),
+    "bound and used": bind("prefix_lens", f"prefix_lens = {FIELD}"),
+    "bound": bind("prefix_lens", f"prefix_lens = {FIELD}", used=False),
+    "bound under another name": bind("lens", f"lens = {FIELD}"),
+    "annotated binding": bind("lens", f"lens: torch.Tensor = {FIELD}"),
+    "two names at once": bind("lens", f"lens = other = {FIELD}\nrows += 0 * len(other)"),
+    "bound in a tuple": bind("lens", f"lens, rows = {FIELD}, rows"),
+    "bound by a walrus": bind("lens", f"int((lens := {FIELD}).shape[0])"),
+    "bound in a block": bind("lens", f"if rows >= 0:\n    lens = {FIELD}"),
+}
 
-_refuses(
-    "guard on None alone",
-    "treated here already",
-    lambda text: with_local(
-        "lens",
-        f"lens = {FIELD}\nif lens is None:\n    lens = {ZEROS}",
-    )(text),
-)
-_refuses("guard in the fill", "treated here already", guard_in_fill("lens is None"))
-_refuses(
-    "whole guard in the fill",
-    "treated here already",
-    guard_in_fill("lens is None and on_graph_path"),
-)
-_refuses(
-    "raises where it should guard",
-    "treated here already",
-    with_local("lens", f"lens = {FIELD}\nif lens is None and on_graph_path:\n    raise ValueError"),
-)
-_refuses(
-    "written into the batch",
-    "is assigned",
-    before_live(f"{FIELD} = {FIELD}.to(torch.int64)"),
-)
-_refuses(
-    "read through another name",
-    "another name",
-    lambda text: before_live("fb = forward_batch\nfb.extend_prefix_lens.shape")(text),
-)
-_refuses(
-    "read by getattr",
-    "another name",
-    before_live("getattr(forward_batch, 'extend_prefix_lens').shape"),
-)
-_refuses(
-    "bound and used on one line",
-    "on its line",
-    with_local("lens", f"lens = {FIELD}; count = lens.shape[0]"),
-)
-_refuses(
-    "merge conflict",
-    "not Python",
-    before_live("<<<<<<< ours\nx = 1\n=======\nx = 2\n>>>>>>> theirs"),
-)
-_refuses("syntax error", "not Python", lambda text: text + "\ndef broken(:\n")
-_refuses("bytes that are not UTF-8", "cannot be read", lambda text: text.encode() + b"# caf\xe9\n")
-_refuses("an encoding that does not exist", "not Python", lambda text: "# coding: klingon\n" + text)
-_refuses("NUL bytes", "not Python", lambda text: text + "\0")
-_refuses("empty", "no class here", lambda text: "")
-_refuses("10 MB", "bytes", lambda text: text + "# padding\n" * 1_000_000)
-_refuses(
-    "too deep", "nested deeper", lambda text: text + "\nTOTAL = " + "+".join(["1"] * 20_000) + "\n"
-)
-_refuses(
-    "too deep in the method", "nested deeper", before_live("total = " + "+".join(["1"] * 1500))
-)
-_refuses("inner function", "an inner function", before_live(f"count = lambda: {FIELD}.shape[0]"))
-_refuses("batch bound anew", "assigned anew", before_live("forward_batch = forward_batch"))
-_refuses(
-    "graph flag bound anew", "assigned anew", before_live("on_graph_path = bool(on_graph_path)")
-)
-_refuses("read before the fill", "the inert fill comes after", prefix_before_fill)
-_refuses("too few arguments", "which one", signature("self, forward_batch)"))
-_refuses("no method", "no class here", without_method)
-_refuses("method of another name", "no class here", lambda text: text.replace(REFRESH, "_windows"))
-_refuses(
-    "local bound twice", "assigned twice", with_local("lens", f"lens = {FIELD}\nlens = lens.long()")
-)
-_refuses(
-    "local bound by a with",
-    "assigned twice",
-    with_local("lens", f"lens = {FIELD}\nwith torch.no_grad() as lens:\n    pass"),
-)
-_heals("bound in a block", with_local("lens", f"if rows >= 0:\n    lens = {FIELD}"))
-_refuses(
-    "bound in a block, read outside",
-    "block of its own",
-    with_local("lens", f"if rows >= 0:\n    lens = {FIELD}", used=False),
-)
-_refuses("one line", "on one line", one_line_method)
-_refuses("names unbound", "unbound", before_live("extra = 1\ndel extra"))
-_refuses("both names taken", "something else", before_live("prefix_lens = track_prefix_lens = 0"))
-_refuses(
-    "no torch",
-    "does not import torch",
-    lambda text: sub(text, ("import torch\n", "torch = __import__('torch')\n")),
-)
-_refuses("untracked", "--inert-fill", str, source="0.5.17")
+REFUSED: dict[str, tuple[str, Edit]] = {
+    # No Python that can be read, or none of ours.
+    "CR": ("lone CR", set_newlines("\r")),
+    "merge conflict": ("not Python", insert(CONFLICT)),
+    "syntax error": ("not Python", append("\ndef broken(:\n")),
+    "not UTF-8": ("cannot be read", lambda text: text.encode() + b"# caf\xe9\n"),
+    "unknown encoding": ("not Python", lambda text: "# coding: klingon\n" + text),
+    "NUL bytes": ("not Python", append("\0")),
+    "empty": ("no class here", lambda text: ""),
+    "10 MB": ("bytes", append("# padding\n" * 1_000_000)),
+    "too deep": ("nested deeper", append("\nTOTAL = " + "+".join(["1"] * 20_000) + "\n")),
+    "too deep in the method": ("nested deeper", insert("total = " + "+".join(["1"] * 1500))),
+    "no method": ("no class here", edit_method(lambda method: "")),
+    "method of another name": ("no class here", lambda text: text.replace(REFRESH, "_windows")),
+    "one line": (
+        "on one line",
+        edit_method(
+            lambda _: (
+                f"    def {REFRESH}(self, b, g): b.mamba_track_mask = 0; b.extend_prefix_lens\n\n"
+            )
+        ),
+    ),
+    "too few arguments": ("which one", set_signature("self, forward_batch)")),
+    "no torch": (
+        "does not import torch",
+        lambda text: replace(text, ("import torch\n", "torch = __import__('torch')\n")),
+    ),
+    # Another guard: the first three are rejected designs.
+    "guard on None alone": (
+        "treated here already",
+        bind("lens", f"lens = {FIELD}\nif lens is None:\n    lens = {ZEROS}"),
+    ),
+    "guard in the fill": ("treated here already", guard_in_fill("lens is None")),
+    "whole guard in the fill": (
+        "treated here already",
+        guard_in_fill("lens is None and on_graph_path"),
+    ),
+    "raises instead": (
+        "treated here already",
+        bind("lens", f"lens = {FIELD}\nif lens is None and on_graph_path:\n    raise ValueError"),
+    ),
+    # Names that would mean something else.
+    "written into the batch": ("is assigned", insert(f"{FIELD} = {FIELD}.to(torch.int64)")),
+    "another name": ("another name", insert("fb = forward_batch\nfb.extend_prefix_lens.shape")),
+    "getattr": ("another name", insert("getattr(forward_batch, 'extend_prefix_lens').shape")),
+    "used on its line": ("on its line", bind("lens", f"lens = {FIELD}; count = lens.shape[0]")),
+    "inner function": ("an inner function", insert(f"count = lambda: {FIELD}.shape[0]")),
+    "batch bound anew": ("assigned anew", insert("forward_batch = forward_batch")),
+    "flag bound anew": ("assigned anew", insert("on_graph_path = bool(on_graph_path)")),
+    "local bound twice": ("assigned twice", bind("lens", f"lens = {FIELD}\nlens = lens.long()")),
+    "local bound by a with": (
+        "assigned twice",
+        bind("lens", f"lens = {FIELD}\nwith torch.no_grad() as lens:\n    pass"),
+    ),
+    "names unbound": ("unbound", insert("extra = 1\ndel extra")),
+    "both names taken": ("something else", insert("prefix_lens = track_prefix_lens = 0")),
+    "read before the fill": (
+        "the inert fill comes after",
+        insert(f"count = {FIELD}.shape[0]", before=f"        {MASK_TEST}"),
+    ),
+    "bound in a block, read outside": (
+        "block of its own",
+        bind("lens", f"if rows >= 0:\n    lens = {FIELD}", used=False),
+    ),
+}
 
-UNTRACKED = {"source": "0.5.17"}
-_heals("untracked: as it is", str, line_length=88, **UNTRACKED)
-for _length in (60, 120):
-    _heals(
-        f"untracked: formatted at {_length}", formatted(_length), line_length=_length, **UNTRACKED
-    )
-_heals("untracked: CRLF", newlines("\r\n"), **UNTRACKED)
-_heals("untracked: tab indentation", tabs, **UNTRACKED)
-_heals(
-    "untracked: renamed arguments",
-    renamed(("forward_batch", "fb"), ("on_graph_path", "recorded")),
-    **UNTRACKED,
-)
-_heals("untracked: import torch as th", alias_torch, **UNTRACKED)
-_heals("untracked: returns None", early_return(f"{MASK_TEST}\n    return None"), **UNTRACKED)
-_heals("untracked: on one line", early_return(f"{MASK_TEST} return"), **UNTRACKED)
-_heals(
-    "untracked: does more",
-    early_return(f"{MASK_TEST}\n    self.sconv_metadata.track_conv_indices = None\n    return"),
-    **UNTRACKED,
-)
-_heals("untracked: in brackets", early_return(f"if ({MASK_TEST[3:-1]}):\n    return"), **UNTRACKED)
-_heals(
-    "untracked: comment", early_return(f"{MASK_TEST}  # fork\n    # fork\n    return"), **UNTRACKED
-)
-_refuses(
-    "untracked: another condition",
-    "early return",
-    early_return(f"{MASK_TEST[:-1]} or forward_batch.batch_size == 0:\n    return"),
-    **UNTRACKED,
-)
-_refuses(
-    "untracked: else",
-    "early return",
-    early_return(f"{MASK_TEST}\n    return\nelse:\n    pass"),
-    **UNTRACKED,
-)
-_refuses(
-    "untracked: returns twice",
-    "early return",
-    early_return(f"{MASK_TEST}\n    return\n{MASK_TEST}\n    return"),
-    **UNTRACKED,
-)
-_refuses(
-    "untracked: no rows",
-    "allocation",
-    lambda text: text.replace("_graph_track_conv_indices", "_fork_rows"),
-    **UNTRACKED,
-)
+UNTRACKED_HEALS: dict[str, Edit] = {
+    **{name: HEALS[name] for name in ("CR LF", "tab indentation", "torch as th")},
+    "renamed arguments": rename(("forward_batch", "fb"), ("on_graph_path", "recorded")),
+    "returns None": return_early(f"{MASK_TEST}\n    return None"),
+    "on one line": return_early(f"{MASK_TEST} return"),
+    "in brackets": return_early(f"if ({MASK_TEST[3:-1]}):\n    return"),
+    "comment": return_early(f"{MASK_TEST}  # fork\n    # fork\n    return"),
+    "does more": return_early(
+        f"{MASK_TEST}\n    self.sconv_metadata.track_conv_indices = None\n    return"
+    ),
+}
 
-VARIANTS = tuple(_ALL)
+UNTRACKED_REFUSED: dict[str, tuple[str, Edit]] = {
+    "another condition": (
+        "early return",
+        return_early(f"{MASK_TEST[:-1]} or forward_batch.batch_size == 0:\n    return"),
+    ),
+    "else": ("early return", return_early(f"{MASK_TEST}\n    return\nelse:\n    pass")),
+    "returns twice": ("early return", return_early(f"{MASK_TEST}\n    return\n" * 2)),
+    "no rows": ("allocation", lambda text: text.replace(STATIC_INDICES, "_fork_rows")),
+}
 
 GUARDS = {
     "one test": f"lens = {FIELD}\nif on_graph_path and lens is None:\n    lens = {ZEROS}",
@@ -506,3 +365,23 @@ GUARDS = {
     "an expression": f"lens = {ZEROS} if {FIELD} is None and on_graph_path else {FIELD}",
 }
 """Guards that need no edit, in shapes that no release has."""
+
+UNTRACKED = "0.5.17"
+HEALING = [
+    Variant("as it is", str, line_length=88),
+    *(Variant(f"formatted at {n}", format_at(n), line_length=n) for n in (60, 79, 120, 200)),
+    *(Variant(name, edit) for name, edit in HEALS.items()),
+    Variant("untracked: as it is", str, source=UNTRACKED, line_length=88),
+    *(
+        Variant(f"untracked: formatted at {n}", format_at(n), source=UNTRACKED, line_length=n)
+        for n in (60, 120)
+    ),
+    *(Variant(f"untracked: {name}", e, source=UNTRACKED) for name, e in UNTRACKED_HEALS.items()),
+]
+REFUSING = [
+    *(Variant(name, edit, reason) for name, (reason, edit) in REFUSED.items()),
+    *(
+        Variant(f"untracked: {name}", edit, reason, UNTRACKED)
+        for name, (reason, edit) in UNTRACKED_REFUSED.items()
+    ),
+]

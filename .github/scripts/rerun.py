@@ -184,7 +184,7 @@ def resolve_tests(words: Iterable[str], commit: Commit) -> list[str]:
             found[path + colons + names] = None
             continue
         suites = commit.find_suites() if suites is None else suites
-        if not SUITE.fullmatch(word) or word not in suites:
+        if word not in suites:
             known = f"Suites at {commit.sha[:12]}: {list_words(sorted(suites)[:20]) or 'none'}."
             raise RefusedError(f"`{word}` is neither a test file nor a suite. {known}")
         found.update(dict.fromkeys(suites[word]))
@@ -297,36 +297,29 @@ def find_head(number: int, created: str, expected: str | None) -> str:
     return sha
 
 
-def read_event() -> dict[str, Any]:
-    """Return the event of the comment, with the fields that ``parse_comment`` reads."""
+def read_event() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the comment and the issue of the event that started the workflow."""
     try:
         event = json.loads(Path(github.read_variable("GITHUB_EVENT_PATH")).read_bytes())
-        return {
-            "number": int(event["issue"]["number"]),
-            "is_pull": "pull_request" in event["issue"],
-            "body": str(event["comment"]["body"]),
-            "created": str(event["comment"]["created_at"]),
-            "author": event["comment"]["author_association"],
-        }
-    except OSError as error:
-        raise ActionError(f"GITHUB_EVENT_PATH: {error.strerror}") from None
-    except (LookupError, TypeError, ValueError) as error:
-        raise ActionError(f"GITHUB_EVENT_PATH is not the event of a comment: {error!r}") from None
+        return event["comment"], event["issue"]
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ActionError(f"GITHUB_EVENT_PATH is not the event of a comment: {error}") from None
 
 
 def parse_comment() -> int:
     """Read the comment, decide on commit, tests and runner, and reply."""
-    event = read_event()
+    comment, issue = read_event()
+    number = int(issue["number"])
     # A reply to everyone would let strangers make us write at will.
-    if event["author"] not in TRUSTED or not event["is_pull"]:
+    if comment["author_association"] not in TRUSTED or "pull_request" not in issue:
         print("rerun.py: not a comment by an owner, member or collaborator on a pull request")
         return 0
     gpu = read_gpu_labels()
     try:
-        request = read_request(event["body"])
+        request = read_request(comment["body"])
         if request is None:
             return 0
-        sha = find_head(event["number"], event["created"], request.commit)
+        sha = find_head(number, comment["created_at"], request.commit)
         # In a private repository git needs the token. This keeps it out of git's configuration
         # and of the command line.
         helper = "credential.helper=!gh auth git-credential"
@@ -335,10 +328,10 @@ def parse_comment() -> int:
         ids = resolve_tests(request.words, Commit(sha))
         runner = choose_runner(request.runner, ids, gpu)
     except RefusedError as refusal:
-        send_reply(event["number"], f"No test was started. {refusal}\n\n{describe_usage(gpu)}")
+        send_reply(number, f"No test was started. {refusal}\n\n{describe_usage(gpu)}")
         print(f"rerun.py: refused: {refusal}")
         return 0
-    job = Job(event["number"], sha, runner, " ".join(request.words), ids)
+    job = Job(number, sha, runner, " ".join(request.words), ids)
     set_status(job, "pending", f"{len(ids)} to run")
     link = f"[log]({github.get_log_url()})"
     send_reply(job.number, f"Running `{job.what}` at {sha} on `{runner}`: {link}.")

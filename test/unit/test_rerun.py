@@ -202,8 +202,8 @@ def test_a_closed_pull_request_runs_nothing(github, parse):
     [
         ("GPU_RUNNER", "a;b", "'a;b': not a runner label"),
         ("GITHUB_REPOSITORY", "octo/nowhere", "gh api repos/octo/nowhere/pulls/7: gh: Not Found"),
-        ("GITHUB_EVENT_PATH", "/nowhere", "GITHUB_EVENT_PATH: No such file"),
-        ("GITHUB_EVENT_PATH", __file__, "GITHUB_EVENT_PATH is not the event of a comment"),
+        ("GITHUB_EVENT_PATH", "/nowhere", "not the event of a comment: [Errno 2]"),
+        ("GITHUB_EVENT_PATH", __file__, "not the event of a comment: Extra data"),
         ("PATH", "/nowhere", "gh is not installed"),
     ],
 )

@@ -20,14 +20,10 @@ NEW = [("POST", ISSUES)]
 EDIT = [("PATCH", f"{ISSUES}/3"), ("POST", f"{ISSUES}/3/comments")]
 
 
-@pytest.fixture(scope="module")
-def github(tmp_path_factory: pytest.TempPathFactory) -> GitHub:
-    return GitHub(tmp_path_factory.mktemp("upstream"), {"README": ""})
-
-
 @pytest.fixture
-def report(github: GitHub, monkeypatch: pytest.MonkeyPatch):
+def report(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Call upstream.py in a repository that has ``issues``; return the writing calls."""
+    github = GitHub(tmp_path, {"README": ""})
 
     def _report(answer: dict, *issues: dict, suite: str = "success") -> list[tuple]:
         github.answers[f"{ISSUES}?state=all&per_page=100"] = [list(issues), []]

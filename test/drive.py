@@ -1,7 +1,7 @@
-"""One SGLang tree with our plugin in it, driven as SGLang would.
+"""One SGLang tree with our plugin in it, driven as SGLang would drive it.
 
-The process imports everything around the backend once, then reads one JSON job a line from stdin,
-forks a child for each, and prints the child's JSON when it is done. A job is
+The process imports everything around the backend once. Then it reads one JSON job a line from
+stdin, forks a child for each, and prints what the child found as JSON. A job is
 ``{"scenario": ..., "environment": {...}, "file": FOLDER or null}``; FOLDER holds another
 ``inkling_sconv_backend.py``. Scenarios:
 
@@ -12,12 +12,12 @@ forks a child for each, and prints the child's JSON when it is done. A job is
 ``patched``   as ``early``, with the method replaced by hand in between.
 ``twice``     as ``late``, then register() again.
 ``contract``  the tests of ``test/contract``.
-``mutants``   the same tests against every mutant.
+``mutants``   the same tests against the mutants.
 ``texts``     no plugin: the states of the classes in every file of FOLDER.
 ``checks``    no plugin: what ``inkling_sconv.plugin.advice`` prints.
-``designs``   no plugin: the rows of the decision table, for the crashing tree.
+``designs``   no plugin: the checks of ``test/designs.py``, for the crashing tree.
 
-And those of ``test/mending.py``.
+Every other scenario is one of ``test/mending.py``.
 """
 
 from __future__ import annotations
@@ -34,33 +34,36 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from inkling_sconv import names
+from inkling_sconv.probe import backend as probe
 
 CONTRACT = Path(__file__).resolve().parent / "contract"
 sys.path.insert(0, str(CONTRACT))
 
-RUNNERS = (
+PACKAGE = "sglang.srt.layers.attention.linear"
+RUNNER_PACKAGE = "sglang.srt.model_executor.runner"
+AROUND = (
+    PACKAGE,
     "sglang.srt.layers.attention.hybrid_linear_attn_backend",
     "sglang.srt.layers.attention.linear.short_conv_backend",
-    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner",
+    names.DRAFT_EXTEND_RUNNER_MODULE,
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner",
-    "sglang.srt.speculative.multi_layer_eagle_worker_v2",
-    "sglang.srt.models.inkling_common.sconv",
+    names.DRAFT_WORKER_MODULE,
+    names.SHORT_CONVOLUTION_MODULE,
 )
-RUNNER_PACKAGE = "sglang.srt.model_executor.runner"
+LOADING = ("late", "early", "hooked", "patched", "twice")
 # SGLang's own note that it has loaded its plugins.
 OWN_STATE = {"sglang.srt.plugins._plugins_loaded"}
 
-PACKAGE = "sglang.srt.layers.attention.linear"
-
 
 def import_runners() -> None:
-    """Everything around the backend that takes part in a capture; not the backend itself."""
-    importlib.import_module(PACKAGE)
+    """Import everything around the backend that takes part in a capture; not the backend itself."""
     package = importlib.import_module(RUNNER_PACKAGE)
-    names = [f"{RUNNER_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    for name in (*RUNNERS, *names):
+    runners = (f"{RUNNER_PACKAGE}.{m.name}" for m in pkgutil.iter_modules(package.__path__))
+    for name in (*AROUND, *runners):
         importlib.import_module(name)
 
 
@@ -78,17 +81,16 @@ def attributes() -> dict[str, Any]:
     return found
 
 
-def changed(before: dict[str, Any]) -> list[str]:
-    """What is another object now, or gone, or new in a class that was there."""
+def find_changed(before: dict[str, Any]) -> list[str]:
+    """Attributes that are another object now, or gone, or new in a class that was there."""
     after = attributes()
     differ = {name for name, value in before.items() if after.get(name) is not value}
     new = {n for n in after if isinstance(before.get(n.rpartition(".")[0]), type)} - before.keys()
     return sorted((differ | new) - OWN_STATE)
 
 
-def states(module: Any) -> dict[str, dict[str, str]]:
-    from inkling_sconv.probe import backend as probe
-
+def classify_all(module: Any) -> dict[str, dict[str, str]]:
+    """``{class: its state, and what its capture did}``."""
     found = {}
     for cls in probe.find_backends(module):
         report = probe.classify(cls)
@@ -96,71 +98,57 @@ def states(module: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def texts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """``{file: states}``; each file is a module of its own beside the tree's other modules."""
+def classify_files(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """``{file: its classes}``; each file is a module of its own beside the tree's other modules."""
     found = {}
     for number, path in enumerate(sorted(folder.iterdir())):
         name = f"{PACKAGE}.text_{number}"
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found[path.name] = states(module)
+        found[path.name] = classify_all(module)
     return found
 
 
-def play(scenario: str, folder: str | None) -> dict[str, Any]:
-    """Run one scenario in this process, which it spoils."""
-    if scenario == "contract":
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
-            code = pytest.main([*options, str(CONTRACT)])
-        return {"code": int(code), "output": output.getvalue()}
-    if scenario == "mutants":
-        import mutants
+def run_contract() -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+        code = pytest.main([*options, str(CONTRACT)])
+    return {"code": int(code), "output": output.getvalue()}
 
-        return mutants.run_all()
-    if scenario == "texts":
-        return texts(Path(folder))
-    if scenario == "checks":
-        from inkling_sconv.plugin import advice
 
-        sys.argv[1:] = []
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            advice.main()
-        return {"output": output.getvalue()}
-    if scenario == "designs":
-        import designs
+def print_advice() -> dict[str, str]:
+    from inkling_sconv.plugin import advice
 
-        return designs.run_checks()
-    import mending
+    sys.argv[1:] = []
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        advice.main()
+    return {"output": output.getvalue()}
 
-    if scenario in mending.SCENARIOS:
-        return mending.play(scenario)
 
-    from inkling_sconv import names, plugin
-    from inkling_sconv.probe import backend as probe
-    from sglang.srt.plugins import load_plugins
+def load_plugin(scenario: str) -> dict[str, Any]:
+    """Load our plugin before or after the backend; what it logs, and what it changes."""
+    from inkling_sconv import plugin
+    from sglang.srt.plugins import hook_registry, load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+    walk = hook_registry._propagate_patch = mock.Mock(wraps=hook_registry._propagate_patch)
     log: list[str] = []
     logger = logging.getLogger("inkling_sconv")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: log.append(f"{record.levelname} {record.getMessage()}")
-
-    result: dict[str, Any] = {
-        "log": log,
-        "imported_by_runners": names.BACKEND_MODULE in sys.modules,
-    }
+    is_imported = names.BACKEND_MODULE in sys.modules
+    result: dict[str, Any] = {"log": log, "imported_by_runners": is_imported}
     if scenario in ("early", "patched"):
         module = importlib.import_module(names.BACKEND_MODULE)
-        result["bare"] = states(module)
+        result["bare"] = classify_all(module)
         if scenario == "patched":
             (cls,) = probe.find_backends(module)
             setattr(cls, names.REFRESH, lambda self, batch, on_graph_path: None)
         before = attributes()
         load_plugins()
-        result["changed"] = changed(before)
+        result["changed"] = find_changed(before)
     else:
         if scenario == "hooked":
             HookRegistry.register(
@@ -172,15 +160,38 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         before = attributes()
         load_plugins()
         result["imported_by_plugins"] = names.BACKEND_MODULE in sys.modules
-        result["changed_by_plugins"] = changed(before)
+        result["changed_by_plugins"] = find_changed(before)
         module = importlib.import_module(names.BACKEND_MODULE)
         if scenario == "twice":
             plugin.register()
-    return {**result, "states": states(module)}
+    return {**result, "walks": walk.call_count, "states": classify_all(module)}
+
+
+def play(scenario: str, folder: str | None) -> dict[str, Any]:
+    """Run one scenario in this process, which it spoils."""
+    if scenario in LOADING:
+        return load_plugin(scenario)
+    if scenario == "contract":
+        return run_contract()
+    if scenario == "mutants":
+        import mutants
+
+        return mutants.run_all()
+    if scenario == "texts":
+        return classify_files(Path(folder))
+    if scenario == "checks":
+        return print_advice()
+    if scenario == "designs":
+        import designs
+
+        return designs.run_checks()
+    import mending
+
+    return mending.play(scenario)
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """What a forked child makes of ``job``; ``{"error": ...}`` where it fails."""
+    """Play ``job`` in a forked child and return its result, or ``{"error": ...}``."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.close(read)

@@ -130,15 +130,21 @@ class Model:
         count = body["sampling_params"]["max_new_tokens"]
         scored_from = body.get("logprob_start_len", -1)
         if isinstance(body["input_ids"][0], int):
-            return self.answer(body["input_ids"], count, scored_from)
+            answers = [self.answer(body["input_ids"], count, scored_from)]
+            if has("aborts"):
+                answers[0]["meta_info"]["finish_reason"] = {"type": "abort"}
+            return self.spoil(answers)[0]
         if self.profile:
             self.write_trace(len(body["input_ids"]))
         answers = [self.answer(ids, count, scored_from) for ids in body["input_ids"]]
         if has("one-ulp") and scored_from == 0:
             move_by_one_ulp(answers[-1]["meta_info"]["input_token_logprobs"][-1])
+        return self.spoil(answers)
+
+    def spoil(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, is_edit, value = fault.partition("=")
         if is_edit and path:
-            with contextlib.suppress(LookupError):
+            with contextlib.suppress(LookupError, TypeError):
                 put(answers[-1], path.split("/"), value)
         return answers
 

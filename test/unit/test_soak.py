@@ -156,18 +156,16 @@ def make_job(shape: str, *, streamed: bool = False) -> load.Job:
 @pytest.mark.parametrize(
     "fault, streamed, error",
     (
-        ("status-500", False, "status 500: 'Internal Server Error'"),
-        ("orphan", False, r"no answer \((ServerDisconnected|ClientOS)Error\)"),
-        ("hangs", False, r"no answer \(\w*TimeoutError\)"),
-        ("dies-mid-stream", True, r"no answer \((ClientPayloadError|the stream broke off)"),
-        ("stops-mid-stream", True, r"no answer \(the stream broke off after 6 tokens\)"),
-        ('stream={"output_ids": [1,', True, r"not an answer \(JSONDecodeError"),
-        ('={"error": {"message": "out of pages"}}', False, "error: .*out of pages"),
-        ('={"output_ids": ["a"]}', False, "output_ids: "),
+        ("orphan", False, r"/generate: no answer \(ConnectionError\)"),
+        ("dies-mid-stream", True, "RuntimeError: CUDA error: .*; server: "),
+        ("stops-mid-stream", True, "6 tokens of 40"),
+        ("aborts", False, "aborted, unasked: {"),
+        ('={"error": {"message": "out of pages"}}', False, "not an answer .*out of pages"),
+        ('output_ids/0="a"', False, r"not an answer \(TypeError\('output_ids'\)\)"),
     ),
 )
 def test_a_request_that_fails_says_how(start, fault, streamed, error):
-    with start(fault, request_seconds=1) as running:
+    with start(fault) as running:
         clients = load.Clients(running, "a")
         outcomes = clients.run([make_job("fresh", streamed=streamed)] * 4, clients=2)
     # A client stops at its first failure.
@@ -176,18 +174,11 @@ def test_a_request_that_fails_says_how(start, fault, streamed, error):
         assert re.fullmatch(f"fresh a-0000000.: .*{error}.*", line), line
 
 
-def test_an_abort_that_nobody_asked_for_is_a_failure():
-    aborted = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort"}}}
-    assert load.read_answer(aborted, 5, may_abort=True) == (load.End.ABORTED, (1,))
-    with pytest.raises(load.UnusableError, match="aborted, unasked"):
-        load.read_answer(aborted, 5)
-
-
 def test_no_id_is_the_beginning_of_another(start):
     """SGLang aborts by the beginning of the id."""
     with start() as running:
         clients = load.Clients(running, "a")
-        clients.asked = 1
+        next(clients.numbers)
         jobs = [make_job("aborted", streamed=True), *[make_job("fresh", streamed=True)] * 12]
         outcomes = clients.run(jobs, clients=4)
     assert Counter(o.end for o in outcomes)[load.End.WHOLE] == 12
@@ -265,7 +256,8 @@ def test_clients_of_a_killed_scheduler_get_an_error(start):
     assert load.check_killed(found, TOTAL, 20) == []
     assert 60 <= len(found.outcomes) < TOTAL and 0 < len(found.cut_off) <= load.CLIENTS
     assert found.seconds < 20 and found.ended is not None
-    assert all("no answer (" in outcome.error for outcome in found.cut_off)
+    for outcome in found.cut_off:
+        assert re.search("no answer|broke off|tokens of", outcome.error), outcome.error
     with pytest.raises(ServerError, match="/generate: no answer"):
         first.generate([[1, 2]], 3)
     with pytest.raises(ServerError, match="/metrics: no answer"):

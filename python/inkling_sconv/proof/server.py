@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,8 @@ class Server:
         self.session = requests.Session()
         # A proxy named in the environment cannot reach this machine's loopback.
         self.session.trust_env = False
+        # More than the threads that use it at once.
+        self.session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         # The server may drop an idle connection just as the next request is sent on it.
         self.session.headers["Connection"] = "close"
 
@@ -275,27 +277,37 @@ class Server:
         Raises:
             ServerError: no answer, an error status, or the stream breaks off.
         """
-        body = make_request(list(input_ids), new_tokens, stream=True)
         groups: list[list[int]] = []
         seen = 0
-        try:
-            with self.session.post(
-                f"{self.url}/generate", json=body, stream=True, timeout=self.request_seconds
-            ) as answer:
-                self._check_status("stream", answer)
-                for line in answer.iter_lines():
-                    if not line.startswith(b"data: {"):
-                        continue
-                    output = json.loads(line[len(b"data: ") :])["output_ids"]
-                    if not isinstance(output, list) or len(output) < seen:
-                        raise self.make_error(f"stream: after {seen} tokens: {str(output)[:200]!r}")
-                    groups.append(output[seen:])
-                    seen = len(output)
-        except (requests.RequestException, ValueError, KeyError, RecursionError) as error:
-            raise self.make_error(f"stream: broke off ({type(error).__name__})") from None
+        for message in self.read_stream(make_request(list(input_ids), new_tokens)):
+            output = message.get("output_ids")
+            if not isinstance(output, list) or len(output) < seen:
+                raise self.make_error(f"stream: after {seen} tokens: {str(message)[:200]!r}")
+            groups.append(output[seen:])
+            seen = len(output)
         if seen != new_tokens:
             raise self.make_error(f"stream: {seen} tokens of {new_tokens}")
         return groups
+
+    def read_stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST ``body`` to ``/generate`` and yield each message of the answer as it arrives.
+
+        Raises:
+            ServerError: no answer, an error status, or the stream breaks off.
+        """
+        try:
+            with self.session.post(
+                f"{self.url}/generate",
+                json={**body, "stream": True},
+                stream=True,
+                timeout=self.request_seconds,
+            ) as answer:
+                self._check_status("stream", answer)
+                for line in answer.iter_lines():
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[len(b"data: ") :])
+        except (requests.RequestException, ValueError, RecursionError) as error:
+            raise self.make_error(f"stream: broke off ({type(error).__name__})") from None
 
 
 def make_request(input_ids: Any, new_tokens: int, **fields: Any) -> dict[str, Any]:

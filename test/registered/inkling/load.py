@@ -6,22 +6,21 @@ complaints, one line each: an empty list is a pass.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
-import json
+import itertools
 import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import aiohttp
-from inkling_sconv.proof.server import Server, make_request
+from inkling_sconv.proof.server import Server, ServerError, make_request
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -67,6 +66,10 @@ class End(str, enum.Enum):
     ABORTED = "aborted"
     CLOSED = "closed"
     FAILED = "failed"
+
+
+END_OF = {"length": End.WHOLE, "stop": End.WHOLE, "abort": End.ABORTED}
+"""By ``finish_reason`` of an answer."""
 
 
 @dataclass(frozen=True)
@@ -225,137 +228,94 @@ def plan_rounds(total: int, vocabulary: int, seed: int, size: int = ROUND) -> li
 # --- the clients ---------------------------------------------------------------------------------
 
 
-class UnusableError(Exception):
-    """An answer is unusable. The message is one line."""
-
-
 class Clients:
     """Clients that take jobs from one list until it is empty. Each stops at its first failure."""
 
     def __init__(self, server: Server, name: str):
         self.server, self.name = server, name
-        self.asked = 0
+        self.numbers = itertools.count()
         self.outcomes: list[Outcome] = []
 
     def run(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[Outcome]:
         """Do the jobs. Returns the outcomes so far, in the order in which requests ended."""
-        asyncio.run(self.work(jobs, clients))
+        for thread in self.start(jobs, clients):
+            thread.join()
         return self.outcomes
 
-    async def work(self, jobs: Iterable[Job], clients: int = CLIENTS) -> None:
-        """``run``, inside an event loop."""
+    def start(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[threading.Thread]:
         waiting = deque(jobs)
-        timeout = aiohttp.ClientTimeout(total=self.server.request_seconds)
-        # As in Server: a kept connection may be dropped as the next request is sent.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._take_jobs(session, waiting) for _ in range(clients)))
+        threads = [
+            threading.Thread(target=self._take_jobs, args=(waiting,), daemon=True)
+            for _ in range(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
-    async def _take_jobs(self, session: aiohttp.ClientSession, waiting: deque[Job]) -> None:
-        while waiting:
-            job = waiting.popleft()
-            await asyncio.sleep(job.delay)
-            ids: Tokens = ()
-            for suffix, new_tokens in job.turns:
-                ids = (*ids, *suffix)
-                outcome = await self._request(session, job, ids, new_tokens)
-                self.outcomes.append(outcome)
-                if outcome.end is End.FAILED:
-                    return
-                ids = (*ids, *outcome.tokens)
+    def _take_jobs(self, waiting: deque[Job]) -> None:
+        with contextlib.suppress(IndexError):
+            while self._do_job(waiting.popleft()):
+                pass
 
-    async def _request(
-        self, session: aiohttp.ClientSession, job: Job, ids: Tokens, new_tokens: int
-    ) -> Outcome:
-        # Of one width: SGLang aborts every request whose id begins with the given one.
-        rid = f"{self.name}-{self.asked:08d}"
-        self.asked += 1
-        body = make_request(ids, new_tokens, rid=rid, stream=job.streamed)
+    def _do_job(self, job: Job) -> bool:
+        time.sleep(job.delay)
+        ids: Tokens = ()
+        for suffix, new_tokens in job.turns:
+            ids = (*ids, *suffix)
+            # Of one width: SGLang aborts every request whose id begins with the given one.
+            rid = f"{self.name}-{next(self.numbers):08d}"
+            try:
+                outcome = self._request(job, ids, new_tokens, rid)
+            except ServerError as error:
+                error_line = f"{job.shape} {rid}: {error}"
+                outcome = Outcome(job.shape, ids, new_tokens, End.FAILED, error=error_line)
+            self.outcomes.append(outcome)
+            if outcome.end is End.FAILED:
+                return False
+            ids = (*ids, *outcome.tokens)
+        return True
+
+    def _request(self, job: Job, ids: Tokens, new_tokens: int, rid: str) -> Outcome:
+        body = make_request(ids, new_tokens, rid=rid)
         if job.scored:
             body |= {"return_logprob": True, "return_text_in_logprobs": False}
             body["logprob_start_len"] = -1
-        try:
-            closed, answer = await self._ask(session, job, body)
-            may_abort = job.shape.startswith("aborted")
-            end, tokens = read_answer(answer, new_tokens, closed=closed, may_abort=may_abort)
-            cached = answer["meta_info"].get("cached_tokens", 0)
-        except UnusableError as error:
-            what = str(error)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            what = f"no answer ({type(error).__name__})"
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"not an answer ({type(error).__name__}: {error})"
-        else:
-            kept = answer if job.scored else None
-            return Outcome(job.shape, ids, new_tokens, end, tokens, cached, kept)
-        return Outcome(job.shape, ids, new_tokens, End.FAILED, error=f"{job.shape} {rid}: {what}")
-
-    async def _ask(
-        self, session: aiohttp.ClientSession, job: Job, body: dict[str, Any]
-    ) -> tuple[bool, dict[str, Any]]:
-        """Whether the client left the stream, and the last message of the answer."""
-        abort = None
         if job.shape == "aborted in the queue":
-            abort = asyncio.create_task(self._abort(session, body["rid"], after=0.005))
-        try:
-            async with session.post(f"{self.server.url}/generate", json=body) as answer:
-                if answer.status != 200:
-                    text = (await answer.text())[:200]
-                    raise UnusableError(f"status {answer.status}: {text!r}")
-                if not job.streamed:
-                    return False, await answer.json(content_type=None)
-                last, done = {}, False
-                async for line in answer.content:
-                    done = done or line.startswith(b"data: [DONE]")
-                    if not line.startswith(b"data: {"):
-                        continue
-                    is_first, last = not last, json.loads(line[len(b"data: ") :])
-                    if is_first and job.shape == "closed":
-                        answer.close()
-                        return True, last
+            threading.Timer(0.005, self._abort, [rid]).start()
+        answer, closed = None, job.shape == "closed"
+        if not job.streamed:
+            answer = self.server.post("/generate", body)
+        else:
+            with contextlib.closing(self.server.read_stream(body)) as messages:
+                for message in messages:
+                    is_first, answer = answer is None, message
+                    if closed:
+                        break
                     if is_first and job.shape == "aborted":
-                        await self._abort(session, body["rid"])
-                if not (done and last):
-                    tokens = len(last.get("output_ids") or [])
-                    raise UnusableError(f"no answer (the stream broke off after {tokens} tokens)")
-                return False, last
-        finally:
-            if abort is not None:
-                # The answer counts, whatever became of the abort; wait for it all the same.
-                await asyncio.gather(abort, return_exceptions=True)
+                        self._abort(rid)
+        if answer is None:
+            raise self.server.make_error("no answer (an empty stream)")
+        try:
+            tokens, meta = answer.get("output_ids") or [], answer["meta_info"]
+            if not all(type(token) is int for token in tokens):
+                raise TypeError("output_ids")
+            end = END_OF[meta["finish_reason"]["type"]] if not closed else End.CLOSED
+            cached = meta.get("cached_tokens", 0)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise self.server.make_error(
+                f"not an answer ({error!r}): {str(answer)[:200]}"
+            ) from None
+        if end is End.ABORTED and not job.shape.startswith("aborted"):
+            raise self.server.make_error(f"aborted, unasked: {meta['finish_reason']}")
+        if end is End.WHOLE and len(tokens) != new_tokens:
+            raise self.server.make_error(f"{len(tokens)} tokens of {new_tokens}")
+        kept = answer if job.scored else None
+        return Outcome(job.shape, ids, new_tokens, end, tuple(tokens), cached, kept)
 
-    async def _abort(self, session: aiohttp.ClientSession, rid: str, after: float = 0) -> None:
-        await asyncio.sleep(after)
-        url = f"{self.server.url}/abort_request"
-        async with session.post(url, json={"rid": rid}) as answer:
-            if answer.status != 200:
-                raise UnusableError(f"/abort_request: status {answer.status}")
-
-
-def read_answer(
-    answer: dict[str, Any], new_tokens: int, *, closed: bool = False, may_abort: bool = False
-) -> tuple[End, Tokens]:
-    """How an answer ended, and its tokens.
-
-    Raises:
-        UnusableError: it is an error, was aborted although nobody asked, or has other than
-            ``new_tokens`` tokens.
-    """
-    if "error" in answer:
-        raise UnusableError(f"error: {str(answer['error'])[:200]}")
-    tokens = answer.get("output_ids") or []
-    if not all(type(token) is int for token in tokens):
-        raise UnusableError(f"output_ids: {str(tokens)[:200]}")
-    if closed:
-        return End.CLOSED, tuple(tokens)
-    reason = answer["meta_info"]["finish_reason"]
-    if reason["type"] == "abort":
-        if not may_abort:
-            raise UnusableError(f"aborted, unasked: {str(reason)[:200]}")
-        return End.ABORTED, tuple(tokens)
-    if len(tokens) != new_tokens:
-        raise UnusableError(f"{len(tokens)} tokens of {new_tokens}: {str(reason)[:200]}")
-    return End.WHOLE, tuple(tokens)
+    def _abort(self, rid: str) -> None:
+        # What the request's own answer says is what counts.
+        with contextlib.suppress(ServerError):
+            self.server.post("/abort_request", {"rid": rid})
 
 
 # --- the soak ------------------------------------------------------------------------------------
@@ -449,25 +409,20 @@ def kill(server: Server, jobs: Sequence[Job], after: int, bound: float) -> Kille
     if len(found) != 1:
         raise server.make_error(f"{len(found)} processes are called {SCHEDULER}")
     clients = Clients(server, "kill")
-
-    async def work() -> float:
-        load = asyncio.create_task(clients.work(jobs))
-        while len(clients.outcomes) < after and not load.done():
-            await asyncio.sleep(0.002)
-        os.kill(found[0], signal.SIGKILL)
-        killed_at = time.monotonic()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(load, bound)
-        return killed_at
-
-    killed_at = asyncio.run(work())
-    seconds = time.monotonic() - killed_at
+    threads = clients.start(jobs)
+    while len(clients.outcomes) < after and any(thread.is_alive() for thread in threads):
+        time.sleep(0.002)
+    os.kill(found[0], signal.SIGKILL)
+    killed_at = time.monotonic()
+    for thread in threads:
+        thread.join(max(0.0, killed_at + bound - time.monotonic()))
+    outcomes, seconds = [*clients.outcomes], time.monotonic() - killed_at
     ended = None
     while ended is None and time.monotonic() < killed_at + seconds + bound:
         if not server.list_processes():
             ended = time.monotonic() - killed_at
         time.sleep(0.1)
-    return Killed(clients.outcomes, seconds, ended)
+    return Killed(outcomes, seconds, ended)
 
 
 # --- the checks ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ Every other scenario is one of ``test/mending.py``.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -217,6 +218,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import_runners()
+    # Else each child's first collection walks, and so copies, all that was imported.
+    gc.freeze()
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), file=answers, flush=True)
 

@@ -16,7 +16,7 @@ from inkling_sconv import names
 from inkling_sconv.probe.backend import Rig, find_backends
 from sglang.srt.plugins import load_plugins
 
-settings.register_profile("contract", max_examples=300, deadline=None, derandomize=True)
+settings.register_profile("contract", max_examples=100, deadline=None, derandomize=True)
 # A mutant only has to be caught: no need to shrink what caught it.
 settings.register_profile(
     "mutants", settings.get_profile("contract"), phases=[Phase.generate], report_multiple_bugs=False

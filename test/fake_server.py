@@ -47,9 +47,6 @@ def has(*faults: str) -> bool:
     return fault in faults
 
 
-# --- the model -----------------------------------------------------------------------------------
-
-
 def mix(state: int) -> int:
     state = (state ^ (state >> 31)) * 0x9E3779B97F4A7C15 % 2**64
     return state ^ (state >> 29)
@@ -178,9 +175,6 @@ def put(node: Any, path: Sequence[str], value: str) -> None:
         del node[keys[-1]]
 
 
-# --- a server under load -------------------------------------------------------------------------
-
-
 class Busy:
     """The slots of a server, what it counts, and what it logs. One ``with`` block is a request."""
 
@@ -262,8 +256,6 @@ def start_scheduler() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# --- for tests ------------------------------------------------------------------------------------
-
 COMMAND = (sys.executable, "-S", __file__)
 
 
@@ -286,9 +278,6 @@ def find_marked(marker: str) -> list[str]:
             if marker.encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_text().replace("\0", " "))
     return found
-
-
-# --- the process ---------------------------------------------------------------------------------
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -67,9 +67,6 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-# --- the bytes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"moe": True}], ids=str)
 def test_the_same_seed_gives_the_same_bytes_in_another_process(make, tmp_path, options):
     environment = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"}
@@ -121,25 +118,16 @@ def test_small_whole_and_quick(options, tmp_path):
     assert all(stat.S_IMODE(status.st_mode) & 0o444 == 0o444 for status in files.values())
 
 
-# --- bad options, and interrupted writes ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ("", "OUT"),
-        ("OUT --layers 1", "at least 2"),
         ("OUT --layers x", "layers"),
         ("OUT --layers 40", "64 MB"),
         ("OUT --mtp-heads 0", "1 to 8"),
-        ("OUT --mtp-heads 9", "1 to 8"),
         ("OUT --local-layers 0,4", "0 to 3"),
-        ("OUT --local-layers -1", "0 to 3"),
-        ("OUT --local-layers=", "at least one"),
-        ("OUT --local-layers 0,0", "twice"),
         ("OUT --local-layers a", "local-layers"),
         ("OUT --local-layers 0,1,2,3", "full attention"),
-        ("OUT --local-layers 0,1,2 --moe", "dense layer with full attention"),
         ("OUT --seed 1.5", "seed"),
         ("OUT --heads 3", "--heads"),
         ("FULL", "not an empty directory"),
@@ -172,6 +160,15 @@ def test_any_options_are_refused_or_followed(layers, mtp_heads, local_layers, mo
         config = make_config(layers, mtp_heads, local_layers, moe)
     except OptionError as error:
         assert "\n" not in str(error)
+        local, dense = set(local_layers), range(layers - moe)
+        assert (
+            layers < 2
+            or not 1 <= mtp_heads <= 8
+            or not local
+            or len(local) < len(local_layers)
+            or not local <= set(range(layers))
+            or local.issuperset(dense)
+        )
         return
     text = config["text_config"]
     assert text["num_hidden_layers"] == layers
@@ -182,24 +179,19 @@ def test_any_options_are_refused_or_followed(layers, mtp_heads, local_layers, mo
     assert len(dict(list_shapes(config))) == len(list(list_shapes(config)))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
 @pytest.mark.parametrize("exists", [False, True])
-def test_an_interrupted_write_leaves_nothing(error, exists, tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_nothing(exists, tmp_path, monkeypatch):
     def save(tensors: Any, path: Path, **_: Any) -> None:
         path.write_bytes(b"half")
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "save_file", save)
     out = tmp_path / "parent" / "out"
     if exists:
         out.mkdir(parents=True)
-    with pytest.raises(error if isinstance(error, type) else type(error)):
+    with pytest.raises(KeyboardInterrupt):
         checkpoint.write_checkpoint(out)
-    assert list(out.parent.iterdir()) == ([out] if exists else [])
-    assert not exists or not any(out.iterdir())
-
-
-# --- how SGLang reads it -------------------------------------------------------------------------
+    assert sorted(tmp_path.rglob("*")) == [out.parent, *([out] if exists else [])]
 
 
 @pytest.mark.parametrize("tree", ["0.5.17", "0.5.23"])
@@ -276,9 +268,6 @@ def test_kl_prompts_are_the_same_each_time_and_refuse_nonsense(tmp_path):
     for options in ({"samples": 0}, {"prompt_tokens": 1}):
         with pytest.raises(OptionError):
             checkpoint.write_kl_prompts("a/b", cache=tmp_path, **options)
-
-
-# --- its output and its draft, on the emulator ---------------------------------------------------
 
 
 def draw_prompt(length: int, seed: int = 0) -> list[int]:

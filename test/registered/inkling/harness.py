@@ -35,8 +35,6 @@ register_cuda_ci(
 
 LOGS = Path(os.environ.get("INKLING_SCONV_LOGS", tempfile.gettempdir()))
 
-# --- which classes can run here ------------------------------------------------------------------
-
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = unittest.skipUnless(HAS_GPU, "needs a GPU")
 
@@ -63,9 +61,6 @@ def needs_crashing_fork(case: Any) -> Any:
 @functools.cache
 def _is_exempt() -> bool:
     return read_shape(find_tree(None).backend.read_bytes()) is Shape.EXEMPT
-
-
-# --- what a server runs on -----------------------------------------------------------------------
 
 
 def make_folder() -> Path:
@@ -129,7 +124,9 @@ def make_server(name: str, environment: dict[str, str], *options: str) -> Server
 def has_fix(server: Server, fix: str) -> bool:
     """Whether the server's log says that it applied this fix, or this SGLang does not need it."""
     log = server.log.read_text(errors="replace")
-    return bool(re.search(rf": {fix} \(.*; fix applied\.$", log, re.MULTILINE)) or not is_needed(fix)
+    return bool(re.search(rf": {fix} \(.*; fix applied\.$", log, re.MULTILINE)) or not is_needed(
+        fix
+    )
 
 
 def read_conv_pools(folder: Path) -> list[torch.Tensor]:
@@ -165,9 +162,6 @@ class OneServer:
         cls.server = make_server(cls.name, cls.make_environment(), *cls.options)
         cls.addClassCleanup(cls.server.stop)
         cls.server.__enter__()
-
-
-# --- the records ---------------------------------------------------------------------------------
 
 
 def record(name: str, **figures: Any) -> None:

@@ -15,6 +15,7 @@ stdin, forks a child for each, and prints what the child found as JSON. A job is
 ``mutants``   the same tests against the mutants.
 ``texts``     no plugin: the states of the classes in every file of FOLDER.
 ``checks``    no plugin: what ``inkling_sconv.plugin.advice`` prints.
+``status``    what ``python -m inkling_sconv`` prints.
 ``designs``   no plugin: the checks of ``test/designs.py``, for the crashing tree.
 
 Every other scenario is one of ``test/mending.py``.
@@ -55,7 +56,13 @@ AROUND = (
     names.DRAFT_WORKER_MODULE,
     names.SHORT_CONVOLUTION_MODULE,
 )
+MAINS = {"checks": "inkling_sconv.plugin.advice", "status": "inkling_sconv.__main__"}
 LOADING = ("late", "early", "hooked", "patched", "twice")
+# What the command line needs; no server may load it.
+TOOLS = (
+    *("libcst", "rich", "typer", "requests"),
+    *(f"inkling_sconv.{name}" for name in ("cli", "codemod", "fork_ci", "proof", "trees")),
+)
 # SGLang's own note that it has loaded its plugins.
 OWN_STATE = {"sglang.srt.plugins._plugins_loaded"}
 
@@ -118,13 +125,13 @@ def run_contract() -> dict[str, Any]:
     return {"code": int(code), "output": output.getvalue()}
 
 
-def print_advice() -> dict[str, str]:
-    from inkling_sconv.plugin import advice
-
+def run_main(module: Any) -> dict[str, Any]:
+    """What ``module.main()`` prints and returns."""
     sys.argv[1:] = []
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        advice.main()
-    return {"output": output.getvalue()}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = module.main()
+    return {"code": code, "output": output.getvalue()}
 
 
 def load_plugin(scenario: str) -> dict[str, Any]:
@@ -158,13 +165,14 @@ def load_plugin(scenario: str) -> dict[str, Any]:
                 HookType.AROUND,
                 source=HookSource("other", "other-dist"),
             )
-        before = attributes()
+        before, loaded = attributes(), set(sys.modules)
         load_plugins()
         result["imported_by_plugins"] = names.BACKEND_MODULE in sys.modules
         result["changed_by_plugins"] = find_changed(before)
         module = importlib.import_module(names.BACKEND_MODULE)
         if scenario == "twice":
             plugin.register()
+        result["tools"] = sorted(n for n in set(sys.modules) - loaded if n.startswith(TOOLS))
     return {**result, "walks": walk.call_count, "states": classify_all(module)}
 
 
@@ -180,8 +188,8 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         return mutants.run_all()
     if scenario == "texts":
         return classify_files(Path(folder))
-    if scenario == "checks":
-        return print_advice()
+    if scenario in MAINS:
+        return run_main(importlib.import_module(MAINS[scenario]))
     if scenario == "designs":
         import designs
 

@@ -119,6 +119,7 @@ def test_the_order_of_a_server(drive, tree):
     seen = drive(tree, "late")
     assert not seen["imported_by_runners"], "the test is void: the runners import the backend"
     assert not seen["imported_by_plugins"] and seen["changed_by_plugins"] == []
+    assert seen["tools"] == [], "a server loads what only the command line needs"
     if STATES[tree] == "crashing":
         check_grafted(seen, tree, seen["log"])
     else:

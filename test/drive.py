@@ -18,7 +18,7 @@ stdin, forks a child for each, and prints what the child found as JSON. A job is
 ``status``    what ``python -m inkling_sconv`` prints.
 ``designs``   no plugin: the checks of ``test/designs.py``, for the crashing tree.
 
-Every other scenario is one of ``test/mending.py``.
+Every other scenario is one of ``test/fix_scenarios.py``.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         import designs
 
         return designs.run_checks()
-    import mending
+    import fix_scenarios
 
-    return mending.play(scenario)
+    return fix_scenarios.play(scenario)
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:

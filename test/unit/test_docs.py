@@ -197,15 +197,15 @@ SCENES: dict[str, list[tuple[str, dict[str, str | None]]]] = {
     "0.5.17": [
         ("late", {}),
         ("late", {"mode": "force"}),
-        ("mended", {"INKLING_SCONV_FIXES": ""}),
-        ("mended", {"INKLING_SCONV_FIXES": "draft-state"}),
-        ("mended", {"INKLING_SCONV_FIXES": "banana"}),
-        ("undrivable", {"INKLING_SCONV_FIXES": ""}),
+        ("fixes", {"INKLING_SCONV_FIXES": ""}),
+        ("fixes", {"INKLING_SCONV_FIXES": "draft-state"}),
+        ("fixes", {"INKLING_SCONV_FIXES": "banana"}),
+        ("fixes-fail", {"INKLING_SCONV_FIXES": ""}),
     ],
     "0.5.18": [
         ("late", {}),
         ("late", {"mode": "fast"}),
-        ("mended", {"INKLING_SCONV_FIXES": "draft-checkpoint"}),
+        ("fixes", {"INKLING_SCONV_FIXES": "draft-checkpoint"}),
     ],
     "0.5.22": [
         ("late", {}),

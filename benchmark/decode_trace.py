@@ -1,77 +1,57 @@
-"""What decode steps did on the GPU, out of a Chrome trace by the torch profiler."""
+"""What decode steps did on the GPU, read from a Chrome trace by the torch profiler."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import math
-import statistics
 import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-
-class TraceError(RuntimeError):
-    """A trace that says nothing about decode steps, in one line that begins with its path."""
-
-
-@dataclass(frozen=True)
-class GraphKind:
-    """Launches of one graph, alike in the names of what they run.
-
-    ``operations`` are kernels, copies and fills of one launch; ``microseconds`` the sum of their
-    durations and ``elapsed`` from the first one's start to the last one's end, medians both;
-    ``per_step`` launches per decode step.
-    """
-
-    kind: str
-    operations: int
-    microseconds: float
-    elapsed: float
-    per_step: float
-    names: dict[str, int]
-
-
-@dataclass
-class Profile:
-    """What whole decode steps did on the GPU: lists with an entry per step.
-
-    A step reaches from one target verification to the next. ``unplaced`` operations of the whole
-    trace have no launch in it and are in no step.
-    """
-
-    marks: str
-    unplaced: int = 0
-    operations: list[int] = field(default_factory=list)
-    microseconds: list[float] = field(default_factory=list)
-    parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    graphs: list[GraphKind] = field(default_factory=list)
-
-
 VERIFY, DRAFT, OTHER, OUTSIDE = "target verify", "draft-extend", "other graph", "outside graphs"
+PARTS = (VERIFY, DRAFT, OTHER, OUTSIDE)
 _OPERATIONS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 # In the names of both kernels that end a draft-extend convolution, CUDA's and Triton's.
 _DRAFT_KERNEL = "draft_extend"
 
 
+class TraceError(RuntimeError):
+    """A trace that says nothing about decode steps. The message is one line with its path."""
+
+
+@dataclass
+class Profile:
+    """What whole decode steps did on the GPU. A step reaches from one verification to the next.
+
+    ``launches`` (kernels, copies and fills) and ``microseconds`` (the sum of their durations) have
+    a list per part of a step, with an entry per step. ``kernels`` counts, per part, how often a
+    step runs each kernel of that name, as a mean. ``unplaced`` operations have no launch in the
+    trace, so they are in no step.
+    """
+
+    launches: dict[str, list[int]] = field(default_factory=dict)
+    microseconds: dict[str, list[float]] = field(default_factory=dict)
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+    unplaced: int = 0
+
+
 @dataclass(frozen=True)
-class _Event:
+class _Operation:
     name: str
-    start: float
     duration: float
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a Chrome trace, ``.json`` or ``.json.gz``.
 
     Raises:
-        TraceError: it is not there, not whole, or not a trace.
+        TraceError: the file is missing or damaged, or is not a trace.
     """
     try:
         content = path.read_bytes()
@@ -90,20 +70,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def profile(events: Sequence[dict[str, Any]], batch: int, path: Path) -> Profile:
+def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> Profile:
     """The decode steps of ``batch`` requests in a trace.
 
-    A graph's operations carry the correlation id of its launch, whose place in time says in which
-    step it was. Where the trace has no ``step[TARGET_VERIFY bs=N]`` spans, launches of graphs
-    without draft-extend's kernels mark the steps, of any batch size.
+    A graph's operations carry the correlation id of its launch. The time of the launch says in
+    which step it was. If the trace has no ``step[TARGET_VERIFY bs=N]`` spans, launches of graphs
+    without draft-extend's kernels mark the steps, for any batch size.
 
     Raises:
         TraceError: there is no whole step.
     """
     launched: dict[int, tuple[float, bool]] = {}
-    operations: dict[int, list[_Event]] = defaultdict(list)
+    operations: dict[int, list[_Operation]] = defaultdict(list)
     spans: list[tuple[float, float, str]] = []
-    unplaced = 0
+    found = Profile()
     for event in events:
         category, name = event.get("cat"), event.get("name")
         start, duration = event.get("ts"), event.get("dur", 0)
@@ -113,38 +93,35 @@ def profile(events: Sequence[dict[str, Any]], batch: int, path: Path) -> Profile
         correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
         if category in _LAUNCHES and type(correlation) is int:
             launched[correlation] = (start, "GraphLaunch" in name)
+        elif category in _OPERATIONS and type(correlation) is int:
+            operations[correlation].append(_Operation(name, duration))
         elif category in _OPERATIONS:
-            if type(correlation) is int:
-                operations[correlation].append(_Event(name, start, duration))
-            else:
-                unplaced += 1
+            found.unplaced += 1
         elif category == "user_annotation" and name.startswith("step["):
             spans.append((start, start + duration, name))
-    if not operations and not unplaced:
-        raise TraceError(f"{path}: nothing of the GPU in it")
+    if not operations and not found.unplaced:
+        raise TraceError(f"{path}: no GPU operation in it")
 
-    kinds: dict[int, str] = {}
     verifications = [span for span in spans if span[2].startswith("step[TARGET_VERIFY ")]
+    part_of: dict[int, str] = {}
     for correlation, ran in operations.items():
         start, is_graph = launched.get(correlation, (math.nan, False))
         if not is_graph:
-            kinds[correlation] = OUTSIDE
+            part_of[correlation] = OUTSIDE
         elif any(_DRAFT_KERNEL in operation.name for operation in ran):
-            kinds[correlation] = DRAFT
+            part_of[correlation] = DRAFT
         elif not verifications or any(first <= start < last for first, last, _ in verifications):
-            kinds[correlation] = VERIFY
+            part_of[correlation] = VERIFY
         else:
-            kinds[correlation] = OTHER
+            part_of[correlation] = OTHER
     if verifications:
-        found = Profile("the profiler's spans")
-        marks = [(start, name) for start, _, name in spans if "DRAFT_EXTEND" not in name]
         wanted = f"step[TARGET_VERIFY bs={batch}]"
+        marks = [(start, name) for start, _, name in spans if "DRAFT_EXTEND" not in name]
     else:
-        found = Profile("graphs without draft-extend's kernels")
         wanted = VERIFY
-        marks = [(launched[c][0], VERIFY) for c, kind in kinds.items() if kind == VERIFY]
+        marks = [(launched[c][0], VERIFY) for c, part in part_of.items() if part == VERIFY]
     marks.sort()
-    # The last one's step ends with the profile, maybe too early.
+    # The last step is left out: the profile may end before it does.
     steps = [number for number, (_, name) in enumerate(marks[:-1]) if name == wanted]
     if not steps:
         raise TraceError(f"{path}: no whole decode step of {batch} requests in it")
@@ -155,44 +132,17 @@ def profile(events: Sequence[dict[str, Any]], batch: int, path: Path) -> Profile
         if correlation in launched:
             within[bisect_right(times, launched[correlation][0]) - 1].append(correlation)
         else:
-            unplaced += len(ran)
-    found.unplaced = unplaced
-    parts = {
-        part: {"operations": [], "microseconds": []} for part in (VERIFY, DRAFT, OTHER, OUTSIDE)
-    }
-    for step in steps:
-        counts, durations = Counter[str](), defaultdict[str, float](float)
-        for correlation in within[step]:
-            counts[kinds[correlation]] += len(operations[correlation])
-            durations[kinds[correlation]] += sum(ran.duration for ran in operations[correlation])
-        found.operations.append(sum(counts.values()))
-        found.microseconds.append(sum(durations.values()))
-        for part, figures in parts.items():
-            figures["operations"].append(counts[part])
-            figures["microseconds"].append(durations[part])
-    found.parts = {part: figures for part, figures in parts.items() if any(figures["operations"])}
-
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for correlation in chain.from_iterable(within[step] for step in steps):
-        if kinds[correlation] != OUTSIDE:
-            names = Counter(ran.name for ran in operations[correlation])
-            alike[kinds[correlation], frozenset(names.items())].append(correlation)
-    for (kind, names), correlations in alike.items():
-        launches = [operations[correlation] for correlation in correlations]
-        found.graphs.append(
-            GraphKind(
-                kind,
-                len(launches[0]),
-                statistics.median(sum(one.duration for one in ran) for ran in launches),
-                statistics.median(
-                    max(one.start + one.duration for one in ran) - min(one.start for one in ran)
-                    for ran in launches
-                ),
-                len(launches) / len(steps),
-                dict(sorted(names)),
-            )
-        )
-    found.graphs.sort(key=lambda graph: (graph.kind, -graph.operations))
+            found.unplaced += len(ran)
+    for part in PARTS:
+        ran = [
+            [one for c in within[step] if part_of[c] == part for one in operations[c]]
+            for step in steps
+        ]
+        if any(ran):
+            names = Counter(one.name for step_operations in ran for one in step_operations)
+            found.launches[part] = [len(one) for one in ran]
+            found.microseconds[part] = [sum(one.duration for one in step) for step in ran]
+            found.kernels[part] = {name: names[name] / len(steps) for name in sorted(names)}
     return found
 
 

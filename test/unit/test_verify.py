@@ -343,31 +343,26 @@ def command(marker, model, tmp_path) -> Callable[..., subprocess.Popen[str]]:
     return command
 
 
-def test_the_command_passes(command):
-    process = command("healthy")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert out.splitlines()[-1] == "passed" and "accept length 2.00" in out
-    assert "suffix on a decode-made prefix" in out
-
-
-def test_the_command_fails(command, tmp_path):
-    process = command("crashes")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in out + err
-    (line,) = out.splitlines()
-    assert line.startswith("failed: AttributeError: ") and line.endswith(f"log: {tmp_path / 'log'}")
-
-
-def test_one_json_object(command):
+@pytest.mark.parametrize(
+    "fault, options, code, first, last",
+    (
+        ("healthy", (), 0, "┏", "passed"),
+        ("crashes", (), 1, "failed: AttributeError: ", "; log: LOG"),
+        ("meta_info/output_token_logprobs/5/0=NaN", ("--json",), 1, '{"passed": false', "}"),
+    ),
+)
+def test_the_command(command, tmp_path, fault, options, code, first, last):
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    process = command("meta_info/output_token_logprobs/5/0=NaN", "--json")
+    process = command(fault, *options)
     out, err = process.communicate(timeout=60)
-    result = json.loads(out, parse_constant=refuse)
-    assert process.returncode == 1 and "Traceback" not in err
-    assert result["passed"] is False and set(result) == set(verify.Result().as_dict())
+    assert process.returncode == code and "Traceback" not in out + err, err
+    assert out.startswith(first) and out.rstrip().endswith(last.replace("LOG", f"{tmp_path}/log"))
+    if fault == "healthy":
+        assert "accept length 2.00" in out and "suffix on a decode-made prefix" in out
+    if options:
+        assert set(json.loads(out, parse_constant=refuse)) == set(verify.Result().as_dict())
 
 
 @pytest.mark.parametrize(

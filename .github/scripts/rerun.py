@@ -96,7 +96,7 @@ def read_request(body: str) -> Request | None:
     for word in ("on", "at"):
         if word in words:
             raise RefusedError(f"`{word}` takes one word, comes after the tests, and only once.")
-    return Request(tuple(dict.fromkeys(words)), options.get("on"), options.get("at"))
+    return Request(tuple(words), options.get("on"), options.get("at"))
 
 
 class Commit:

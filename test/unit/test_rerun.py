@@ -38,7 +38,7 @@ FILES = {
     "test/registered/kl/test_not_python.py": "def (:\n",
     "test/registered/kl/test_long.py": REGISTER.replace("base", "long") + "#" * rerun.MAX_FILE,
     f"test/unit/{TWICE}": "",
-    f"test/gpu/{TWICE}": "",
+    f"test/gpu/{TWICE}": REGISTER,
     "test/unit/helper.py": "",
     "other/test_other.py": "",
 }

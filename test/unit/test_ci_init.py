@@ -1,4 +1,4 @@
-"""``inkling-sconv ci-init``: what a fork gets, what SGLang makes of it, what is refused."""
+"""``inkling-sconv ci-init``: what a fork gets, what SGLang makes of it, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ CLASSES = {
 }
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, ["ci-init", *map(str, arguments)])
+def run(folder: Path) -> Result:
+    return CliRunner().invoke(cli.app, ["ci-init", str(folder)])
 
 
-def one_line(result: Result) -> str:
+def read_error(folder: Path) -> str:
+    result = run(folder)
     assert result.exit_code == 2, (result.output, result.exception)
     (line,) = result.stderr.splitlines()
     return line
 
 
-def files(folder: Path) -> set[Path]:
-    return {
-        path.relative_to(folder)
-        for path in folder.rglob("*")
-        if not path.is_relative_to(folder / "python")
-    }
+def list_files(folder: Path) -> set[Path]:
+    paths = {path.relative_to(folder) for path in folder.rglob("*")}
+    return {path for path in paths if path.parts[0] != "python"}
 
 
 @pytest.fixture
@@ -51,25 +49,17 @@ def checkout(tmp_path) -> Path:
 def test_what_is_copied(checkout):
     result = run(checkout)
     assert result.exit_code == 0
-    own = releases.ROOT / copy.TESTS
-    copied = {path.name: path.read_bytes() for path in (checkout / copy.TESTS).iterdir()}
-    assert copied == {path.name: path.read_bytes() for path in own.glob("*.py")}
-    assert len(copied) >= 4 and (checkout / copy.WORKFLOW).is_file()
-    assert {p for p in files(checkout) if (checkout / p).is_file()} == {
-        copy.WORKFLOW,
-        *(copy.TESTS / name for name in copied),
-    }
     for word in ("INKLING_SCONV_RUNNER", f"[cli]=={inkling_sconv.__version__}", "git add"):
         assert word in result.stdout
+    own = {copy.TESTS / path.name: path for path in (releases.ROOT / copy.TESTS).glob("*.py")}
+    files = {path for path in list_files(checkout) if (checkout / path).is_file()}
+    assert files == {copy.WORKFLOW, *own}
+    assert all((checkout / name).read_bytes() == path.read_bytes() for name, path in own.items())
 
-
-def test_the_workflow(checkout):
-    run(checkout)
     text = (checkout / copy.WORKFLOW).read_text()
     workflow = yaml.safe_load(text)
-    assert "@VERSION@" not in text
+    assert "@VERSION@" not in text and workflow["permissions"] == {}
     assert workflow["env"]["PACKAGE"] == f"sglang-inkling-sconv[cli]=={inkling_sconv.__version__}"
-    assert workflow["permissions"] == {}
     for job in workflow["jobs"].values():
         assert job["permissions"] == {"contents": "read"}
         for step in job["steps"]:
@@ -80,48 +70,47 @@ def test_the_workflow(checkout):
     assert "head.repo.full_name == github.repository" in condition
 
 
-def test_nothing_is_overwritten(checkout):
+def test_no_file_is_overwritten(checkout):
     run(checkout)
     (checkout / copy.WORKFLOW).unlink()
-    (checkout / copy.TESTS / "harness.py").unlink()
-    (checkout / copy.TESTS / "harness.py").symlink_to("nowhere")
-    before = files(checkout)
-    line = one_line(run(checkout))
+    (harness := checkout / copy.TESTS / "harness.py").unlink()
+    harness.symlink_to("nowhere")
+    before = list_files(checkout)
+    line = read_error(checkout)
     assert "nothing written" in line and f"{copy.TESTS}/harness.py" in line and "delete" in line
-    assert str(copy.WORKFLOW) not in line and files(checkout) == before
+    assert str(copy.WORKFLOW) not in line and list_files(checkout) == before
 
 
 def test_all_or_nothing(checkout, monkeypatch):
     written = []
 
-    def full(path: Path, text: bytes) -> None:
+    def write(path: Path, text: bytes) -> None:
         if path.name == copy.WORKFLOW.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         path.write_bytes(text)
         written.append(path)
 
-    monkeypatch.setattr(ci, "write", full)
-    line = one_line(run(checkout))
-    assert written and files(checkout) == set()
+    monkeypatch.setattr(copy, "write_file", write)
+    line = read_error(checkout)
     assert f"{copy.WORKFLOW.name}: nothing written: No space left on device" in line
+    assert written and list_files(checkout) == set()
 
 
 def test_what_is_no_checkout(tmp_path, checkout):
-    assert "no such file" in one_line(run(tmp_path / "nowhere"))
-    assert "no SGLang here" in one_line(run(tmp_path))
     (tmp_path / "site/sglang/srt").mkdir(parents=True)
-    assert "not a checkout" in one_line(run(tmp_path / "site"))
-    assert not files(tmp_path / "site") - {Path("sglang"), Path("sglang/srt")}
     (tmp_path / "elsewhere").mkdir()
+    for folder, reason in (
+        ("nowhere", "no such file"),
+        ("", "no SGLang"),
+        ("site", "not a checkout"),
+    ):
+        assert reason in read_error(tmp_path / folder)
     (checkout / "test").symlink_to(tmp_path / "elsewhere")
-    assert "is a link out of" in one_line(run(checkout))
-    assert not files(tmp_path / "elsewhere")
-
-
-def test_a_file_where_a_folder_should_be(checkout):
+    assert "is a link out of" in read_error(checkout)
+    (checkout / "test").unlink()
     (checkout / "test").write_text("")
-    assert "nothing written" in one_line(run(checkout))
-    assert files(checkout) == {Path("test")}
+    assert "nothing written" in read_error(checkout)
+    assert list_files(checkout) == {Path("test")} and not list_files(tmp_path / "elsewhere")
 
 
 @pytest.fixture
@@ -133,8 +122,8 @@ def fork(tmp_path, request) -> Path:
 
 
 @pytest.mark.parametrize("fork", ("0.5.17", "0.5.23"), indirect=True)
-def test_sglang_s_own_registration_takes_them(fork):
-    # As its test/run_suite.py does: every file, and none may be left unregistered.
+def test_sglang_registers_them(fork):
+    # As SGLang's test/run_suite.py does: every file, and each has to be registered.
     code = """
 import importlib.util, glob, sys
 spec = importlib.util.spec_from_file_location("ci_register", sys.argv[1])
@@ -142,20 +131,19 @@ ci_register = sys.modules["ci_register"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ci_register)
 files = glob.glob("test/registered/**/*.py", recursive=True)
 for test in ci_register.collect_tests(sorted(files), sanity_check=True):
-    print(test.filename, test.backend.name, test.effective_suite, test.disabled)
+    print(test.filename, test.backend.name, test.effective_suite, bool(test.disabled))
 """
     register = fork / "python/sglang/test/ci/ci_register.py"
     out = subprocess.check_output([sys.executable, "-c", code, register], cwd=fork, text=True)
-    found = dict(line.split(" ", 1) for line in out.splitlines())
-    assert set(found) == {str(copy.TESTS / p.name) for p in (fork / copy.TESTS).glob("*.py")}
-    for name, registered in found.items():
-        suite, disabled = registered.rsplit("large ", 1)
-        assert suite == "CUDA base-b-test-1-gpu-"
-        assert (disabled == "None") == Path(name).name.startswith("test_")
+    names = {str(copy.TESTS / path.name) for path in (fork / copy.TESTS).glob("*.py")}
+    assert {*out.splitlines()} == {
+        f"{name} CUDA base-b-test-1-gpu-large {not Path(name).name.startswith('test_')}"
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("fork", ("0.5.17",), indirect=True)
-def test_pytest_collects_them_there(fork):
+def test_pytest_collects_them(fork):
     options = ("--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(copy.TESTS)],

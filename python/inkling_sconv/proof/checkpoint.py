@@ -16,7 +16,7 @@ output:
 - The block of each MTP head is a copy of the carrier, fed with the embedding of the next token. It
   predicts the target's token if its convolution window is right, and almost never if it is wrong.
 
-With two draft steps, ``test/unit/test_tiny.py`` measures an accept length of 2.8 of 3, bonus token
+With two draft steps, ``test/unit/test_tiny.py`` measures an accept length of 2.7 of 3, bonus token
 included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those
 windows in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds
 them from the last tokens, and reads them only right after a prefix hit: with one token left to

@@ -10,12 +10,13 @@ import contextlib
 import enum
 import itertools
 import os
+import queue
 import random
 import re
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -243,7 +244,9 @@ class Clients:
         return self.outcomes
 
     def start(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[threading.Thread]:
-        waiting = deque(jobs)
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
         threads = [
             threading.Thread(target=self._take_jobs, args=(waiting,), daemon=True)
             for _ in range(clients)
@@ -252,12 +255,13 @@ class Clients:
             thread.start()
         return threads
 
-    def _take_jobs(self, waiting: deque[Job]) -> None:
-        with contextlib.suppress(IndexError):
-            while self._do_job(waiting.popleft()):
+    def _take_jobs(self, waiting: queue.SimpleQueue[Job]) -> None:
+        with contextlib.suppress(queue.Empty):
+            while self._do_job(waiting.get_nowait()):
                 pass
 
     def _do_job(self, job: Job) -> bool:
+        """Make the requests of a job. False if one failed."""
         time.sleep(job.delay)
         ids: Tokens = ()
         for suffix, new_tokens in job.turns:
@@ -280,26 +284,12 @@ class Clients:
         if job.scored:
             body |= {"return_logprob": True, "return_text_in_logprobs": False}
             body["logprob_start_len"] = -1
-        if job.shape == "aborted in the queue":
-            threading.Timer(0.005, self._abort, [rid]).start()
-        answer, closed = None, job.shape == "closed"
-        if not job.streamed:
-            answer = self.server.post("/generate", body)
-        else:
-            with contextlib.closing(self.server.read_stream(body)) as messages:
-                for message in messages:
-                    is_first, answer = answer is None, message
-                    if closed:
-                        break
-                    if is_first and job.shape == "aborted":
-                        self._abort(rid)
-        if answer is None:
-            raise self.server.make_error("no answer (an empty stream)")
+        answer = self._ask(job, body) if job.streamed else self.server.post("/generate", body)
         try:
             tokens, meta = answer.get("output_ids") or [], answer["meta_info"]
             if not all(type(token) is int for token in tokens):
                 raise TypeError("output_ids")
-            end = END_OF[meta["finish_reason"]["type"]] if not closed else End.CLOSED
+            end = END_OF[meta["finish_reason"]["type"]] if job.shape != "closed" else End.CLOSED
             cached = meta.get("cached_tokens", 0)
         except (LookupError, TypeError, AttributeError) as error:
             raise self.server.make_error(
@@ -311,6 +301,21 @@ class Clients:
             raise self.server.make_error(f"{len(tokens)} tokens of {new_tokens}")
         kept = answer if job.scored else None
         return Outcome(job.shape, ids, new_tokens, end, tuple(tokens), cached, kept)
+
+    def _ask(self, job: Job, body: dict[str, Any]) -> Any:
+        """The last message of a stream, which the client may leave or have aborted."""
+        if job.shape == "aborted in the queue":
+            threading.Timer(0.005, self._abort, [body["rid"]]).start()
+        last = None
+        with contextlib.closing(self.server.read_stream(body)) as messages:
+            for number, last in enumerate(messages):
+                if job.shape == "closed":
+                    return last
+                if number == 0 and job.shape == "aborted":
+                    self._abort(body["rid"])
+        if last is None:
+            raise self.server.make_error("no answer (an empty stream)")
+        return last
 
     def _abort(self, rid: str) -> None:
         # What the request's own answer says is what counts.

@@ -1,7 +1,7 @@
 """Wrong versions of the fixes, by the check that must catch each.
 
-Checks named for a fix are ``fix_scenarios.CHECKS``, and run in a tree. ``applying`` and ``choosing``
-are in ``test/unit/test_fixes.py``.
+Checks named for a fix are ``fix_scenarios.CHECKS``, which run in a tree. ``applying`` and
+``choosing`` are in ``test/unit/test_fixes.py``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ designs: releases ## docs/designs.md
 	$(BIN)/python test/designs.py
 
 evidence: $(VENV)/ready ## docs/evidence.md, from docs/evidence/
-	$(BIN)/python docs/write_evidence.py
+	$(BIN)/python benchmark/write_evidence.py
 
 gpu-test: ## what needs a GPU, in PYTHON, which has SGLang: SHARD=k one part of it, FORCE=1 again
 	@$(PYTHON) test/shards.py $(if $(SHARD),'$(SHARD)') $(if $(filter 1,$(FORCE)),--force)

@@ -145,7 +145,7 @@ def record_profile(server: Server, vocabulary: int, batch: int, folder: Path) ->
 
 
 def summarize_profile(profile: Profile) -> dict[str, Any]:
-    """``launches`` and ``us`` of a whole step and of each part, and ``kernels`` by part."""
+    """``launches`` and ``us`` of a whole step and of each part."""
     whole_launches = [sum(step) for step in zip(*profile.launches.values(), strict=True)]
     whole_us = [sum(step) for step in zip(*profile.microseconds.values(), strict=True)]
     return {
@@ -157,7 +157,6 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
             "step": summarize(whole_us),
             **{part: summarize(values) for part, values in profile.microseconds.items()},
         },
-        "kernels": profile.kernels,
         "unplaced": profile.unplaced,
     }
 
@@ -169,13 +168,14 @@ def measure(
     options: argparse.Namespace,
     say: Callable[[str], None],
     **server: Any,
-) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
-    """Start a server of contender ``name``: its record, and its answers.
+) -> tuple[dict[str, Any], dict[str, list[list[float]]], dict[int, Profile]]:
+    """Start a server of contender ``name``: its record, its answers, and a profile a batch size.
 
     Never raises for what the server does: the record's ``error`` has it.
     """
     found: dict[str, Any] = {"batches": {}, "error": None}
     answers: dict[str, list[list[float]]] = {}
+    profiles: dict[int, Profile] = {}
     vocabulary = verify.read_vocabulary_size(model)
     log = options.log_dir / f"server-{name.replace('+', '-').replace(',', '-')}.log"
     start = time.perf_counter()
@@ -188,12 +188,12 @@ def measure(
             for batch in options.batches:
                 say(f"{name}: profiling {PROFILED_STEPS} decode steps of {batch} requests")
                 folder = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
-                profile = record_profile(running, vocabulary, batch, Path(folder))
-                found["batches"][str(batch)] = summarize_profile(profile)
+                profiles[batch] = record_profile(running, vocabulary, batch, Path(folder))
+                found["batches"][str(batch)] = summarize_profile(profiles[batch])
     except (ServerError, TraceError) as error:
         found["error"] = str(error)
         say(f"{name}: failed: {error}")
-    return found, answers
+    return found, answers, profiles
 
 
 def make_table(contenders: dict[str, Any], batches: Sequence[int]) -> Table:
@@ -214,16 +214,14 @@ def make_table(contenders: dict[str, Any], batches: Sequence[int]) -> Table:
     return table
 
 
-def list_kernel_changes(
-    base: dict[str, Any], other: dict[str, Any]
-) -> list[tuple[str, str, float]]:
-    """Part, kernel name, and how many more per step ``other`` runs; of two batch records."""
+def list_kernel_changes(base: Profile, other: Profile) -> list[tuple[str, str, float]]:
+    """Part, kernel name, and how many more of it ``other`` runs per step."""
     changes = []
     for part in PARTS:
-        mine, theirs = (one["kernels"].get(part, {}) for one in (base, other))
+        mine, theirs = (one.kernels.get(part, {}) for one in (base, other))
         for name in sorted({*mine, *theirs}):
             if (more := theirs.get(name, 0) - mine.get(name, 0)) != 0:
-                changes.append((part, name, more))
+                changes.append((part, name, round(more, 2)))
     return changes
 
 
@@ -239,37 +237,44 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     def say(what: str) -> None:
         console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False)
 
-    report: dict[str, Any] = {"machine": machine, "contenders": {}, "comparisons": []}
+    report: dict[str, Any] = {
+        "machine": machine,
+        "contenders": {},
+        "kernel changes": [],
+        "comparisons": [],
+    }
     base: dict[str, list[list[float]]] = {}
+    base_profiles: dict[int, Profile] = {}
     with tempfile.TemporaryDirectory(prefix="bench_decode_step_") as folder:
         model = Path(folder) / "tiny"
         checkpoint.write_checkpoint(model)
         for name, environment in environments.items():
             say(f"{name}: starting a server")
-            found, answers = measure(name, environment, model, options, say, **server)
+            found, answers, profiles = measure(name, environment, model, options, say, **server)
             report["contenders"][name] = found
             report["comparisons"] += [
                 asdict(equality.compare(f"{name}: {what}", base[what], answers[what]))
                 for what in (answers if base else {})
             ]
-            base = base or answers
+            report["kernel changes"] += [
+                [name, batch, *change]
+                for batch in {*profiles} & {*base_profiles}
+                for change in list_kernel_changes(base_profiles[batch], profiles[batch])
+            ]
+            base, base_profiles = base or answers, base_profiles or profiles
             # After each server, so that an interrupted run keeps what it has.
             if options.json:
-                write_file(options.json, json.dumps(report, indent=1).encode())
+                write_file(options.json, json.dumps(report).encode())
     contenders = report["contenders"]
     console.print(make_table(contenders, options.batches))
-    first, *others = contenders
-    for name in others:
-        for batch in map(str, options.batches):
-            records = [contenders[one]["batches"].get(batch) for one in (first, name)]
-            for part, kernel, more in list_kernel_changes(*records) if all(records) else ():
-                console.print(f"{name}, {batch} requests, {part}: {more:+.2f} {kernel}")
+    for name, batch, part, kernel, more in report["kernel changes"]:
+        console.print(f"{name}, {batch} requests, {part}: {more:+.2f} {kernel}", highlight=False)
     differing = [one for one in report["comparisons"] if one["differing"] or not one["compared"]]
     for one in differing:
         console.print(f"differs: {one['name']}: {one['differing']} of {one['compared']}")
     if report["comparisons"] and not differing:
         compared = sum(one["compared"] for one in report["comparisons"])
-        console.print(f"0 of {compared} values differ from {first}")
+        console.print(f"0 of {compared} values differ from {next(iter(contenders))}")
     failed = [name for name, one in contenders.items() if one["error"]]
     for name in failed:
         console.print(f"failed: {name}: {contenders[name]['error']}", highlight=False)

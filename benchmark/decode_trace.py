@@ -19,6 +19,7 @@ _OPERATIONS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 # In the names of both kernels that end a draft-extend convolution, CUDA's and Triton's.
 _DRAFT_KERNEL = "draft_extend"
+_LONGEST_NAME = 80
 
 
 class TraceError(RuntimeError):
@@ -139,11 +140,20 @@ def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> P
             for step in steps
         ]
         if any(ran):
-            names = Counter(one.name for step_operations in ran for one in step_operations)
+            names = Counter(
+                _shorten(one.name) for step_operations in ran for one in step_operations
+            )
             found.launches[part] = [len(one) for one in ran]
             found.microseconds[part] = [sum(one.duration for one in step) for step in ran]
             found.kernels[part] = {name: names[name] / len(steps) for name in sorted(names)}
     return found
+
+
+def _shorten(name: str) -> str:
+    """The name; a checksum in place of the end of a long one keeps different kernels apart."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
 
 
 def _is_time(value: Any) -> bool:

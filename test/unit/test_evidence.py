@@ -1,85 +1,74 @@
-"""docs/evidence.md is what docs/write_evidence.py makes of the records."""
+"""docs/evidence.md is what benchmark/write_evidence.py makes of the records."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
+import write_evidence
 from releases import ROOT
 
+MOST_BYTES = 100_000
+RELEASE = "0.5.17"
 
-def test_the_page_is_not_stale(tmp_path):
-    subprocess.run(
-        [sys.executable, str(ROOT / "docs/write_evidence.py"), str(tmp_path / "page")], check=True
-    )
-    assert (tmp_path / "page").read_text() == (ROOT / "docs/evidence.md").read_text(), (
-        "run make evidence"
-    )
+
+def test_the_page_is_not_stale():
+    page = "\n".join(write_evidence.make_page()).rstrip("\n") + "\n"
+    assert page == (ROOT / "docs/evidence.md").read_text(), "run make evidence"
+
+
+def test_the_records_are_small():
+    files = [path for path in write_evidence.RECORDS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MOST_BYTES
+    for picture in (ROOT / "docs").glob("*.svg"):
+        assert picture.stat().st_size <= 80_000, picture
 
 
 @pytest.fixture
-def page():
-    spec = importlib.util.spec_from_file_location("page", ROOT / "docs/write_evidence.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return page
+def records(monkeypatch, tmp_path):
+    monkeypatch.setattr(write_evidence, "RECORDS", tmp_path / "records")
+    (tmp_path / "records").mkdir()
+    return tmp_path / "records"
 
 
-def test_nothing_that_a_test_printed_is_taken(page, tmp_path):
-    page.RECORDS = tmp_path / "records"
-    page.RECORDS.mkdir()
-    texts = "".join(
-        f"<{tag}>/home/alice/model on host-7</{tag}>"
-        for tag in ("failure", "error", "system-out", "system-err")
+def test_what_is_taken_names_no_machine_and_no_path(records, tmp_path):
+    logs = tmp_path / "logs/shard"
+    logs.mkdir(parents=True)
+    (logs / "machine.json").write_text(json.dumps({"sglang": RELEASE}))
+    (logs / "verify.json").write_text(json.dumps({"log": "/home/alice/x/server.log"}))
+    cases = "".join(
+        f'<testcase classname="a.TestB" name="{name}" time="1.5">{child}</testcase>'
+        for name, child in (("c", ""), ("d", "<skipped/>"), ("e", "<failure>/home/alice</failure>"))
     )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/shard-1.xml").write_text(
-        f'<testsuite hostname="host-7"><testcase classname="a.TestB" name="c">{texts}</testcase>'
-        "</testsuite>"
-    )
-    page.take(tmp_path / "logs")
-    taken = (page.RECORDS / "shard-1.xml").read_text()
-    assert "TestB" in taken and "alice" not in taken and "host-7" not in taken
-
-
-def test_a_soak_is_shown_once_it_was_recorded(page, tmp_path):
-    for record in page.RECORDS.iterdir():
-        if record.name != "soak.json":
-            (tmp_path / record.name).write_bytes(record.read_bytes())
-    page.RECORDS = tmp_path
-    assert "## Soak" not in "\n".join(page.page())
-    pools = {"full": {"available": 3072, "evictable": 0, "used": 0}}
-    record = {
-        "requests": 20000,
-        "seconds": 240.4,
-        "ends": {"whole": 18400, "aborted": 1590, "closed": 8, "failed": 2},
-        "retracted": 70,
-        "most running": 8,
-        "most queued": 24,
-        "rescored": {"differing": 0, "compared": 9000, "detail": "700 answers, 600 texts"},
-        "start": {"pools": pools},
-        "end": {"pools": pools},
-        "gpu": [2**30] * 9 + [2**30 + 2**20],
-        "resident": [3 * 2**30] * 10,
+    (logs / "junit.xml").write_text(f'<testsuite hostname="host-7">{cases}</testsuite>')
+    assert write_evidence.take_records(tmp_path / "logs") == records / RELEASE
+    assert json.loads((records / RELEASE / "runs.json").read_text()) == {
+        "TestB": {"tests": 3, "failed": ["e"], "skipped": 1, "seconds": 4.5}
     }
-    # A load that failed leaves a part of the record.
-    (tmp_path / "soak.json").write_text(json.dumps(record))
-    assert "## Soak" not in "\n".join(page.page())
-    record["killed"] = {"cut off": 32, "seconds": 1.34, "server ended after": 2.0, "error": "x"}
-    record["restarted"] = {"answers": 24, "the same": 24}
-    (tmp_path / "soak.json").write_text(json.dumps(record))
-    shown = "\n".join(page.page())
-    for line in (
-        "| requests | 20000 in 240 s |",
-        "| aborted by their client, streams left | 1590, 8 |",
-        "| retracted | 70 |",
-        "| rescored by a cold prefill: floats that differ | 0 of 9000 (700 answers, 600 texts) |",
-        "| free full slots, before and after | 3072, 3072 |",
-        "| GPU memory, MiB, after a tenth and at the end | 1024, 1025 |",
-        "| `kill -9` of the scheduler | 32 requests got an error within 1.3 s |",
-        "| after a restart | 24 of 24 answers the same |",
-    ):
-        assert line in shown, line
+    everything = "".join(path.read_text() for path in (records / RELEASE).iterdir())
+    assert "server.log" in everything and "alice" not in everything and "host-7" not in everything
+
+
+def test_a_column_per_release_and_bold_where_floats_differ(records):
+    one = {"compared": 838, "differing": 0, "largest": 0.0}
+    other = {"compared": 838, "differing": 246, "largest": 1.63}
+    for release, comparison in ((RELEASE, one), ("0.5.23", other)):
+        (records / release).mkdir()
+        text = json.dumps({"prefill-made hit": comparison})
+        (records / release / "mtp-installed.json").write_text(text)
+    page = "\n".join(write_evidence.make_page())
+    assert "| server | compared | SGLang 0.5.23 | SGLang 0.5.17 |" in page
+    row = "| as published, plugin, MTP | prefill-made hit | **246 of 838**, 1.63 | 0 of 838 |"
+    assert row in page
+    assert "## Soak" not in page and "## A decode step" not in page
+
+
+def test_a_soak_that_failed_is_not_shown(records):
+    (records / RELEASE).mkdir()
+    record = json.loads((ROOT / "docs/evidence" / RELEASE / "soak.json").read_text())
+    soak = records / RELEASE / "soak.json"
+    soak.write_text(json.dumps(record))
+    assert "## Soak" in "\n".join(write_evidence.make_page())
+    del record["killed"]
+    soak.write_text(json.dumps(record))
+    assert "## Soak" not in "\n".join(write_evidence.make_page())

@@ -1,7 +1,7 @@
-"""What a draft-extend capture does on each real SGLang, without us and with us. No GPU.
+"""What a draft-extend capture does on each SGLang, without the plugin and with it. No GPU.
 
-Every row is a process of its own: SGLang's class is driven on CPU tensors as it was published, then
-SGLang's own ``load_plugins()`` runs, and the class that it leaves is driven again.
+Each tree gets a process of its own. It runs SGLang's class on CPU tensors as published, then SGLang
+loads its plugins, and the class runs again.
 """
 
 from __future__ import annotations
@@ -22,57 +22,51 @@ from rich.table import Table
 CODE = """
 import importlib, json
 from inkling_sconv import names
-from inkling_sconv import plugin
-from inkling_sconv import names
-from inkling_sconv.probe import backend as probe
-module = importlib.import_module(names.BACKEND_MODULE)
-(cls,) = probe.find_backends(module)
-without = probe.classify(cls)
+from inkling_sconv.probe.backend import classify, find_backends
+(cls,) = find_backends(importlib.import_module(names.BACKEND_MODULE))
+before = classify(cls)
 from sglang.srt.plugins import load_plugins
 load_plugins()
-ours = probe.classify(cls)
-print(json.dumps([without.state.value, without.capture, ours.state.value, ours.capture]))
+after = classify(cls)
+print(json.dumps([before.state.value, before.capture, after.state.value, after.capture]))
 """
+INTRODUCTION = """\
+At start-up an Inkling server with MTP captures a CUDA graph of draft-extend. SGLang's method
+_refresh_track_conv_indices runs in that capture, on a batch without prefix lengths. Here it runs
+on such a batch in every release and in a fork that has the bug, without the plugin and with it."""
+CURED = "The fork dies at start-up without the plugin. With it, the capture succeeds."
 
 
-def look(name: str, folder: Path) -> tuple[str, str, str, str]:
-    """State and capture of the tree ``name`` as published, then with our plugin loaded."""
+def run_capture(name: str, folder: Path) -> tuple[str, str, str, str]:
+    """The table's cells for the tree ``name``."""
     environment = releases.environment(releases.tree(name, folder / name), name)
     command = [sys.executable, "-W", "ignore", "-c", CODE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"demo: {name} does not run:\n{done.stderr[-2000:]}")
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
-
-
-def row(name: str, folder: Path) -> tuple[str, str, str, str]:
-    """The table's cells for the tree ``name``."""
-    state, without, now, ours = look(name, folder)
-    crashes = state == "crashing"
+    state, capture, state_with, capture_with = json.loads(done.stdout.splitlines()[-1])
     return (
-        f"{name} fork" if name == releases.CRASHING else name,
+        "0.5.18 without the guard (fork)" if name == releases.CRASHING else name,
         state,
-        f"[red]dies: {without}" if crashes else f"starts: {without}",
-        f"[green]starts: {ours}" if now == "grafted" else "left alone" if now == state else now,
+        f"[red]dies: {capture}" if state == "crashing" else f"succeeds: {capture}",
+        f"[green]succeeds: {capture_with}" if state_with == "grafted" else "method left alone",
     )
 
 
 def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title="draft-extend capture of Inkling's MTP heads, no prefix lengths")
-    for heading in ("SGLang", "state", "without inkling_sconv", "with inkling_sconv"):
-        table.add_column(heading, overflow="fold")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        rows = pool.map(lambda name: row(name, Path(folder)), releases.TREES)
-        bar = track(rows, "driving SGLang", len(releases.TREES), console=console, transient=True)
-        for cells in bar:
+    console.print(INTRODUCTION, highlight=False)
+    table = Table("SGLang", "state", "without inkling_sconv", "with inkling_sconv")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = pool.map(lambda name: run_capture(name, Path(folder)), releases.TREES)
+        for cells in track(
+            rows, "running SGLang", len(releases.TREES), console=console, transient=True
+        ):
             table.add_row(*cells)
     console.print(table)
     if not cells[-1].startswith("[green]"):
-        sys.exit("demo: the crashing fork was not cured")
+        sys.exit("demo: the fork still dies with the plugin")
+    console.print(CURED)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ TREES = (*RELEASES, CRASHING)
 
 def release(version: str) -> Path:
     """The folder to put on ``PYTHONPATH`` for ``sglang==version``."""
-    return _unpacked(f"sglang=={version}")
+    return _unpack(f"sglang=={version}")
 
 
 def fork(source: str, text: str, out: Path) -> Path:
-    """``source`` with another text in the backend's file, as a tree of links made in ``out``."""
+    """Make a copy of ``source``, with another text in the backend's file, as links in ``out``."""
     return overlay_tree(Tree(release(source)), text.encode(), out).root
 
 
@@ -59,12 +59,12 @@ def backend_text(source: str) -> str:
 
 
 def tree(name: str, out: Path) -> Path:
-    """The folder to put on ``PYTHONPATH`` for a name of ``TREES``; forks are made in ``out``."""
+    """The folder to put on ``PYTHONPATH`` for a name of ``TREES``. A fork is made in ``out``."""
     return fork("0.5.18", backend_text(name), out) if name == CRASHING else release(name)
 
 
 def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
-    """An environment in which ``import sglang`` finds ``path``, made from ``name``, and no GPU."""
+    """Variables with which Python imports SGLang from ``path``, a tree of ``name``, without a GPU."""
     extra = RELEASES["0.5.18" if name == CRASHING else name]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
     return {
@@ -73,13 +73,13 @@ def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
         "INKLING_SCONV_CACHE": str(CACHE),
         "OMP_NUM_THREADS": "1",
         # Our package from this checkout, also where the interpreter's own is another one.
-        "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT / "python", *map(_unpacked, extra)))),
+        "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT / "python", *map(_unpack, extra)))),
         **variables,
     }
 
 
-def _unpacked(requirement: str) -> Path:
-    """The unpacked wheel of ``requirement``, downloaded by the running Python's pip if need be."""
+def _unpack(requirement: str) -> Path:
+    """The folder of the unpacked wheel of ``requirement``; pip downloads it the first time."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     target = CACHE / "unpacked" / version / requirement
     if target.is_dir():
@@ -105,4 +105,4 @@ if __name__ == "__main__":
     for number in RELEASES:
         release(number)
     for needed in sorted({name for names in RELEASES.values() for name in names}):
-        _unpacked(needed)
+        _unpack(needed)

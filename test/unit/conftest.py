@@ -1,4 +1,4 @@
-"""Running things inside one SGLang tree, each in a process of its own."""
+"""Fixtures that run ``test/drive.py`` in SGLang trees, and where xdist runs a tree's tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tree:
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Tree]]:
-    """Trees by name, each started when it is first asked for."""
+    """Gives a tree by its name. Each is started when a test first asks for it."""
     started: dict[str, Tree] = {}
 
     def get(name: str) -> Tree:
@@ -69,7 +69,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture
 def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What a scenario of ``test/drive.py`` saw in a tree, or in a fork of it with another text."""
+    """Plays a scenario of ``test/drive.py`` in a tree, or in a fork of it with another text."""
 
     def _drive(
         name: str,
@@ -86,7 +86,7 @@ def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[st
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One xdist worker for all tests of a tree, so that SGLang is imported once for them."""
+    """Send all tests of a tree to one xdist worker, so that SGLang is imported once for them."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         name = callspec.params.get("tree") if callspec else None
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show the tables that tests attach to their reports, also from xdist workers."""
+    """Print the tables that tests attach to their reports, from xdist workers too."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, text in report.user_properties:
             if name == "table":

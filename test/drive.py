@@ -75,8 +75,8 @@ def import_runners() -> None:
         importlib.import_module(name)
 
 
-def attributes() -> dict[str, Any]:
-    """Every attribute of every loaded SGLang module, and of every class defined in one."""
+def read_attributes() -> dict[str, Any]:
+    """Every attribute of every loaded SGLang module and of its classes."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "sglang":
@@ -91,7 +91,7 @@ def attributes() -> dict[str, Any]:
 
 def find_changed(before: dict[str, Any]) -> list[str]:
     """Attributes that are another object now, or gone, or new in a class that was there."""
-    after = attributes()
+    after = read_attributes()
     differ = {name for name, value in before.items() if after.get(name) is not value}
     new = {n for n in after if isinstance(before.get(n.rpartition(".")[0]), type)} - before.keys()
     return sorted((differ | new) - OWN_STATE)
@@ -154,7 +154,7 @@ def load_plugin(scenario: str) -> dict[str, Any]:
         if scenario == "patched":
             (cls,) = probe.find_backends(module)
             setattr(cls, names.REFRESH, lambda self, batch, on_graph_path: None)
-        before = attributes()
+        before = read_attributes()
         load_plugins()
         result["changed"] = find_changed(before)
     else:
@@ -165,7 +165,7 @@ def load_plugin(scenario: str) -> dict[str, Any]:
                 HookType.AROUND,
                 source=HookSource("other", "other-dist"),
             )
-        before, loaded = attributes(), set(sys.modules)
+        before, loaded = read_attributes(), set(sys.modules)
         load_plugins()
         result["imported_by_plugins"] = names.BACKEND_MODULE in sys.modules
         result["changed_by_plugins"] = find_changed(before)

@@ -52,7 +52,7 @@ def load_plugin() -> dict[str, Any]:
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: log.append(f"{record.levelname} {record.getMessage()}")
-    before = drive.attributes()
+    before = drive.read_attributes()
     load_plugins()
     importlib.import_module(names.BACKEND_MODULE)
     return {"log": log, "changed": find_changed(before)}
@@ -62,7 +62,7 @@ def apply_fixes() -> dict[str, Any]:
     """What the tree needs, asked twice; what asking changes; and then ``load_plugin``."""
     import drive
 
-    modules, before = import_modules(), drive.attributes()
+    modules, before = import_modules(), drive.read_attributes()
     needed = [list_needed(), list_needed()]
     tracks = [
         runners.tracks_conv_windows(modules["prefill-rows"], speculative=speculative)
@@ -295,7 +295,7 @@ def check_fixes() -> dict[str, Any]:
     """Each fix that the tree needs, alone: how it failed, what it cures, and what it changes."""
     import drive
 
-    modules, before, needed, found = import_modules(), drive.attributes(), list_needed(), {}
+    modules, before, needed, found = import_modules(), drive.read_attributes(), list_needed(), {}
     for fix in FIXES:
         if fix.name in needed:
             failure, left = check_fix(fix), find_changed(before)

@@ -64,7 +64,7 @@ def tree(name: str, out: Path) -> Path:
 
 
 def environment(path: Path, name: str, **variables: str) -> dict[str, str]:
-    """Variables with which Python imports SGLang from ``path``, a tree of ``name``, without a GPU."""
+    """Variables with which Python imports SGLang from ``path``, a tree of ``name``; no GPU."""
     extra = RELEASES["0.5.18" if name == CRASHING else name]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
     return {

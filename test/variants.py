@@ -175,18 +175,6 @@ def indent_class(text: str) -> str:
 ADD_SUBCLASS = f"\n\nclass Fork({CLASS}):\n"
 CALL_BASE = f"    def {REFRESH}(self, batch, graph):\n        super().{REFRESH}(batch, graph)\n"
 CALL = f"self.{REFRESH}(forward_batch, on_graph_path"
-ASYNC = """
-
-async def fork(source):
-    async with source as items:
-        return [await item async for item in items if (seen := item)]
-
-def kind(value):
-    match value:
-        case {"a": [1, *_]} | None:
-            return f"{value!r:>{10}}"
-"""
-LOG = "import logging\nlogging.getLogger(__name__).debug('%s', on_graph_path)"
 CONFLICT = "<<<<<<< ours\nx = 1\n=======\nx = 2\n>>>>>>> theirs"
 SECOND_IF = (
     (f"        {MASK_TEST}\n            if not", f"        {MASK_TEST[:-1]} and not"),
@@ -199,14 +187,12 @@ HEALS: dict[str, Edit] = {
     # How the text is written.
     "CR LF": set_newlines("\r\n"),
     "mixed newlines": set_newlines("\n", "\r\n", "\r\n"),
-    "tabs in comments": insert("#\tfork:\tkept\there\nrows = rows\t#\tfork"),
     "tab indentation": lambda t: re.sub(r"(?m)^(?: {4})+", lambda m: "\t" * (len(m[0]) // 4), t),
     "trailing blanks": edit_method(lambda m: re.sub(r"(?m)(?<=[\w)\],:])$", "  \t", m)),
     "byte order mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "latin-1": encode_latin_1,
     "no final newline": lambda text: text.rstrip("\n"),
     "form feed": lambda text: replace(text, ("\nclass ", "\n\f\nclass ")),
-    "not ASCII": insert("label = 'préfixe ✓ 前缀'"),
     "comments everywhere": edit_method(
         lambda m: re.sub(
             r"(?m)^(?=        (?:if|rows|live|query|out|self)\b)", "        # fork\n", m
@@ -217,7 +203,6 @@ HEALS: dict[str, Edit] = {
     "renamed arguments": rename(
         ("forward_batch", "fb"), ("on_graph_path", "recorded"), ("self", "this")
     ),
-    "renamed locals": rename(("live", "n_live"), ("rows", "n_rows")),
     "the local's name is taken": insert("prefix_lens = 0"),
     "torch as th": lambda text: re.sub(
         r"(?<!import )\btorch\.", "th.", replace(text, ("import torch\n", "import torch as th\n"))
@@ -238,13 +223,7 @@ HEALS: dict[str, Edit] = {
     "override that calls its base": append(ADD_SUBCLASS + CALL_BASE),
     "two definitions": lambda text: text + ADD_SUBCLASS + split(text)[1],
     "class under an if": indent_class,
-    "async elsewhere": append(ASYNC),
     # What else the method does.
-    "statements in another order": chain(
-        in_method(("        rows = forward_batch.batch_size\n        query", "        query")),
-        insert("rows = forward_batch.batch_size"),
-    ),
-    "logging": insert(LOG),
     "asks for draft-extend": insert(
         "if forward_batch.forward_mode.is_draft_extend_v2():\n    kind = 'draft'"
     ),

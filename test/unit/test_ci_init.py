@@ -113,18 +113,8 @@ def test_what_is_no_checkout(tmp_path, checkout):
     assert list_files(checkout) == {Path("test")} and not list_files(tmp_path / "elsewhere")
 
 
-@pytest.fixture
-def fork(tmp_path, request) -> Path:
-    """A checkout made of a release; its SGLang's CI runs every file below test/registered."""
-    root = releases.fork(request.param, releases.backend_text(request.param), tmp_path / "python")
-    assert run(root.parent).exit_code == 0
-    return root.parent
-
-
-@pytest.mark.parametrize("fork", ("0.5.17", "0.5.23"), indirect=True)
-def test_sglang_registers_them(fork):
-    # As SGLang's test/run_suite.py does: every file, and each has to be registered.
-    code = """
+# As SGLang's test/run_suite.py does: every file, and each has to be registered.
+REGISTER = """
 import importlib.util, glob, sys
 spec = importlib.util.spec_from_file_location("ci_register", sys.argv[1])
 ci_register = sys.modules["ci_register"] = importlib.util.module_from_spec(spec)
@@ -133,25 +123,28 @@ files = glob.glob("test/registered/**/*.py", recursive=True)
 for test in ci_register.collect_tests(sorted(files), sanity_check=True):
     print(test.filename, test.backend.name, test.effective_suite, bool(test.disabled))
 """
-    register = fork / "python/sglang/test/ci/ci_register.py"
-    out = subprocess.check_output([sys.executable, "-c", code, register], cwd=fork, text=True)
-    names = {str(copy.TESTS / path.name) for path in (fork / copy.TESTS).glob("*.py")}
-    assert {*out.splitlines()} == {
-        f"{name} CUDA base-b-test-1-gpu-large {not Path(name).name.startswith('test_')}"
-        for name in names
+
+
+@pytest.mark.parametrize("version", ("0.5.17", "0.5.23"))
+def test_sglang_registers_and_collects_them(version, tmp_path):
+    root = releases.fork(version, releases.backend_text(version), tmp_path / "python")
+    assert run(tmp_path).exit_code == 0
+
+    def list_lines(*arguments: str) -> set[str]:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=releases.environment(root, version),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {line.removeprefix(f"{copy.TESTS}/") for line in done.stdout.splitlines()}
+
+    names = {path.name for path in (tmp_path / copy.TESTS).glob("*.py")}
+    assert list_lines("-c", REGISTER, str(root / "sglang/test/ci/ci_register.py")) == {
+        f"{name} CUDA base-b-test-1-gpu-large {not name.startswith('test_')}" for name in names
     }
-
-
-@pytest.mark.parametrize("fork", ("0.5.17",), indirect=True)
-def test_pytest_collects_them(fork):
-    options = ("--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(copy.TESTS)],
-        cwd=fork,
-        env=releases.environment(fork / "python", "0.5.17"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = {line.removeprefix(f"{copy.TESTS}/") for line in done.stdout.splitlines()}
-    assert collected >= CLASSES, done.stdout
+    if version == "0.5.17":
+        options = ("--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore")
+        assert list_lines("-m", "pytest", *options, str(copy.TESTS)) >= CLASSES

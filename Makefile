@@ -35,8 +35,8 @@ designs: releases ## docs/designs.md
 evidence: $(VENV)/ready ## docs/evidence.md, from docs/evidence/
 	$(BIN)/python benchmark/write_evidence.py
 
-gpu-test: ## what needs a GPU, in PYTHON, which has SGLang: SHARD=k one part of it, FORCE=1 again
-	@$(PYTHON) test/shards.py $(if $(SHARD),'$(SHARD)') $(if $(filter 1,$(FORCE)),--force)
+gpu-test: ## what needs a GPU, in PYTHON, which has SGLang; ARGS='-k TestInstalled' goes to pytest
+	@$(PYTHON) test/gpu_test.py $(ARGS)
 
 upstream-suites: ## SGLang's own Inkling suites, from SGLANG_DIR=your checkout, with the plugin
 	@$(PYTHON) test/suites.py '$(SGLANG_DIR)'

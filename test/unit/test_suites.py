@@ -8,11 +8,12 @@ import socket
 import sys
 from pathlib import Path
 
+import gpu_test
 import pytest
-import shards
 import suites
-from inkling_sconv.proof import checkpoint
-from test_shards import make
+from inkling_sconv.errors import UserError
+from inkling_sconv.proof.architecture import VOCABULARY
+from test_gpu_test import run_make
 
 BITEXACT, INKLING, SMALL = suites.SUITES
 # What a suite of SGLang's reads, written down for the test to see.
@@ -60,42 +61,42 @@ def run(tree, tmp_path, capfd):
     def run(texts: dict[str, str], **variables: str) -> tuple[int, list[str], dict]:
         for name, text in texts.items():
             (tree / "test/registered/models" / name).write_text(text)
-        before = files(tree)
+        before = list_files(tree)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("INKLING_", "SGLANG_"))}
         seen = tmp_path / "seen"
         code = suites.run(tree, {**clean, "SEEN": str(seen), **variables}, tmp_path)
-        assert files(tree) == before
+        assert list_files(tree) == before
         lines = capfd.readouterr().out.splitlines()
         return code, lines, json.loads(seen.read_text()) if seen.is_file() else {}
 
     return run
 
 
-def files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def said(lines: list[str], verdict: str) -> list[str]:
+def list_lines(lines: list[str], verdict: str) -> list[str]:
     return [line for line in lines if line.startswith(f"{verdict}: ")]
 
 
 def test_found_run_and_passed_on_a_tiny_checkpoint(run, tree, tmp_path):
     code, lines, seen = run({BITEXACT: PASSES}, PATH="/usr/bin")
     assert code == 0
-    assert said(lines, "found") == [f"found: test/registered/models/{BITEXACT}"]
-    assert said(lines, "not found") == [f"not found: {INKLING}", f"not found: {SMALL}"]
-    (line,) = said(lines, "passed")
+    assert list_lines(lines, "found") == [f"found: test/registered/models/{BITEXACT}"]
+    assert list_lines(lines, "not found") == [f"not found: {INKLING}", f"not found: {SMALL}"]
+    (line,) = list_lines(lines, "passed")
     assert "1 passed, 0 failed, 0 skipped" in line
     assert seen["config"] and seen["INKLING_SCONV"] == "auto"
     assert seen["INKLING_TEST_MODEL_REVISION"] == ""
-    (line,) = said(lines, "checkpoint")
-    assert f"above {checkpoint.VOCABULARY - 1}" in line
+    (line,) = list_lines(lines, "checkpoint")
+    assert f"above {VOCABULARY - 1}" in line
     assert seen["command"] == str(Path(sys.executable).with_name("sglang"))
     assert seen["sglang"] == str(tree / "python/sglang/__init__.py")
-    assert seen["ours"] == str(shards.ROOT / "python/inkling_sconv/__init__.py")
+    assert seen["ours"] == str(gpu_test.ROOT / "python/inkling_sconv/__init__.py")
     # The checkpoint and its prompts were for this run.
     assert not Path(seen["INKLING_TEST_MODEL_PATH"]).exists()
-    assert files(tmp_path / "prompts") == []
+    assert list_files(tmp_path / "prompts") == []
 
 
 def test_the_user_s_checkpoint_is_used_and_kept(run, tmp_path):
@@ -113,18 +114,18 @@ def test_one_that_fails_does_not_stop_the_next(run, tmp_path):
     code, lines, _ = run(texts, INKLING_TEST_MODEL_PATH=str(tmp_path))
     assert code == 1
     for verdict, name in (("failed", BITEXACT), ("skipped", INKLING), ("passed", SMALL)):
-        (line,) = said(lines, verdict)
+        (line,) = list_lines(lines, verdict)
         assert name in line, verdict
 
 
 @pytest.mark.parametrize("text", ("import nowhere\n", "", "import os\nos._exit(7)\n"))
 def test_one_without_a_test_fails(run, tmp_path, text):
     code, lines, _ = run({INKLING: text}, INKLING_TEST_MODEL_PATH=str(tmp_path))
-    assert code == 1 and len(said(lines, "failed")) == 1
+    assert code == 1 and len(list_lines(lines, "failed")) == 1
 
 
 def test_none_is_there(run):
-    with pytest.raises(suites.NoRunError, match="has none of the suites"):
+    with pytest.raises(UserError, match="has none of the suites"):
         run({})
 
 
@@ -146,35 +147,35 @@ def test_a_server_in_the_place_of_theirs(run, tree):
         text = f"DEFAULT_URL_FOR_TEST = {url!r}\nprint('a warning')\n"
         module = tree / "python/sglang/test/test_utils.py"
         module.write_text(text)
-        with pytest.raises(suites.NoRunError, match=f"^{url} answers already"):
+        with pytest.raises(UserError, match=f"^{url} answers already"):
             run({INKLING: PASSES})
     for other in (url, "", "http://127.0.0.1:port", "http://127.0.0.1:70000", "http://[", None):
         module.write_text(f"DEFAULT_URL_FOR_TEST = {other!r}\n")
-        assert suites._taken(suites.environment(tree, os.environ)) is None, other
+        assert suites.find_other_server(suites.make_environment(tree, os.environ)) is None, other
     code, _, seen = run({INKLING: PASSES})
     assert code == 0 and seen
 
 
 def test_without_the_command_that_starts_servers(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(suites.NoRunError, match=r"^no command sglang beside .*/python or on PATH"):
+    with pytest.raises(UserError, match=r"^no command sglang beside .*/python or on PATH"):
         run({INKLING: PASSES}, PATH="/usr/bin")
 
 
 def test_no_prompts_can_be_written(run, tree):
     (tree / "python/sglang/test/kl_test_utils.py").write_text("import nowhere\n")
-    with pytest.raises(suites.NoRunError, match="KL helpers do not import") as caught:
+    with pytest.raises(UserError, match="KL helpers do not import") as caught:
         run({INKLING: PASSES})
     assert "\n" not in str(caught.value)
 
 
 def test_no_checkout(tree, tmp_path):
     def line(*variables: str) -> str:
-        code, line = make(*variables, target="upstream-suites")
+        code, line = run_make(*variables, target="upstream-suites")
         assert code == 2 and line.startswith("upstream-suites: ")
         return line
 
-    assert "SGLANG_DIR=... is to name" in line()
+    assert "with SGLANG_DIR=..." in line()
     assert "no such folder" in line(f"SGLANG_DIR={tmp_path / 'none'}")
     assert "it has no python/sglang" in line(f"SGLANG_DIR={tmp_path}")
     assert "there is no GPU here" in line(f"SGLANG_DIR={tree}")

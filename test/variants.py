@@ -5,6 +5,7 @@ No line of SGLang is kept here: an edit names only the few tokens that it change
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import shutil
@@ -172,6 +173,25 @@ def indent_class(text: str) -> str:
     return text[:start] + "if True:\n" + textwrap.indent(text[start:end], "    ") + text[end:]
 
 
+def put_between(code: str) -> Edit:
+    """Put ``code`` before each statement of the method."""
+
+    def edit(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+        (method,) = [node for node in nodes if node.name == REFRESH]
+        for statement in reversed(method.body):
+            lines.insert(statement.lineno - 1, code)
+        return "".join(lines)
+
+    return edit
+
+
+INDENT = " " * 8
+BETWEEN = (
+    *("\n", "# fork\n", f"{INDENT}# fork\n", f"{INDENT * 2}# fork\n"),
+    *(f"{INDENT}pass\n", f"{INDENT}rows = rows  # fork\n", f"{INDENT}'fork'\n"),
+)
 ADD_SUBCLASS = f"\n\nclass Fork({CLASS}):\n"
 CALL_BASE = f"    def {REFRESH}(self, batch, graph):\n        super().{REFRESH}(batch, graph)\n"
 CALL = f"self.{REFRESH}(forward_batch, on_graph_path"
@@ -184,6 +204,7 @@ SECOND_IF = (
 # ------------------------------------------------------------------------------------ tables
 
 HEALS: dict[str, Edit] = {
+    **{f"{code!r} between statements": put_between(code) for code in BETWEEN},
     # How the text is written.
     "CR LF": set_newlines("\r\n"),
     "mixed newlines": set_newlines("\n", "\r\n", "\r\n"),
@@ -193,11 +214,6 @@ HEALS: dict[str, Edit] = {
     "latin-1": encode_latin_1,
     "no final newline": lambda text: text.rstrip("\n"),
     "form feed": lambda text: replace(text, ("\nclass ", "\n\f\nclass ")),
-    "comments everywhere": edit_method(
-        lambda m: re.sub(
-            r"(?m)^(?=        (?:if|rows|live|query|out|self)\b)", "        # fork\n", m
-        )
-    ),
     "slices over lines": in_method(("[:live]", "[\n            :live\n            ]")),
     # What things are called.
     "renamed arguments": rename(
@@ -214,8 +230,7 @@ HEALS: dict[str, Edit] = {
         lambda text: replace(text, (CALL, CALL.replace(", on", ", on_graph_path=on"))),
     ),
     "positional-only": set_signature("self, forward_batch, on_graph_path, /)"),
-    "a default": set_signature("self, forward_batch, on_graph_path=False)"),
-    "one argument more": set_signature("self, forward_batch, on_graph_path, layer=None)"),
+    "defaults": set_signature("self, forward_batch, on_graph_path=False, layer=None)"),
     "annotations": set_signature(
         "self: object, forward_batch: 'ForwardBatch', on_graph_path: 'bool') -> 'None'"
     ),
@@ -262,7 +277,6 @@ REFUSED: dict[str, tuple[str, Edit]] = {
     "10 MB": ("bytes", append("# padding\n" * 1_000_000)),
     "too deep": ("nested deeper", append("\nTOTAL = " + "+".join(["1"] * 20_000) + "\n")),
     "too deep in the method": ("nested deeper", insert("total = " + "+".join(["1"] * 1500))),
-    "no method": ("no class here", edit_method(lambda method: "")),
     "method of another name": ("no class here", lambda text: text.replace(REFRESH, "_windows")),
     "one line": (
         "on one line",
@@ -317,6 +331,7 @@ REFUSED: dict[str, tuple[str, Edit]] = {
 }
 
 UNTRACKED_HEALS: dict[str, Edit] = {
+    **{f"{code!r} between statements": put_between(code) for code in BETWEEN},
     **{name: HEALS[name] for name in ("CR LF", "tab indentation", "torch as th")},
     "renamed arguments": rename(("forward_batch", "fb"), ("on_graph_path", "recorded")),
     "returns None": return_early(f"{MASK_TEST}\n    return None"),

@@ -95,13 +95,13 @@ def checkout(tmp_path) -> Path:
 def share_process(trees, monkeypatch) -> Callable[..., list[list[str]]]:
     """Let doctor ask the process that a tree's tests share, in place of one of its own."""
 
-    def share(name: str, own_text: bool = False) -> list[list[str]]:
+    def share(name: str) -> list[list[str]]:
         commands: list[list[str]] = []
 
         def answer(command: list[str], env: dict[str, str], **_: object):
             commands.append(command)
             folder = (Path(env["PYTHONPATH"].split(os.pathsep)[0]) / releases.BACKEND).parent
-            found = trees(name).play("checks", None, None if own_text else folder)
+            found = trees(name).play("checks", None, folder)
             return subprocess.CompletedProcess(command, 0, "SGLang says\n" + found["output"], "")
 
         monkeypatch.setattr(examine, "subprocess", SimpleNamespace(run=answer))
@@ -313,21 +313,21 @@ def test_a_fork_that_moved_the_file(share_process, tmp_path):
     assert commands[0][-1] == "sglang.srt.layers.attention.fork_backend"
 
 
-def test_whether_servers_load_the_plugin(share_process, monkeypatch):
-    share_process(releases.CRASHING, own_text=True)
-    for variables, told in (
-        ({}, "loaded by servers, INKLING_SCONV=auto"),
-        (
-            {"SGLANG_PLUGINS": "other, inkling_sconv", "INKLING_SCONV": "off"},
-            "loaded by servers, INKLING_SCONV=off",
-        ),
-        ({"SGLANG_PLUGINS": "other"}, "kept out by SGLANG_PLUGINS; add inkling_sconv to it"),
-    ):
+def test_whether_servers_load_the_plugin(monkeypatch):
+    monkeypatch.setattr(examine, "examine_tree", lambda tree, installed: {"state": "unknown"})
+
+    def read_plugin(**variables: str) -> str:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert json.loads(run("doctor --json").stdout)["plugin"] == told
+        return json.loads(run("doctor --json").stdout)["plugin"]
+
+    assert read_plugin() == "loaded by servers, INKLING_SCONV=auto"
+    off = read_plugin(SGLANG_PLUGINS="other, inkling_sconv", INKLING_SCONV="off")
+    assert off == "loaded by servers, INKLING_SCONV=off"
+    out = read_plugin(SGLANG_PLUGINS="other")
+    assert out == "kept out by SGLANG_PLUGINS; add inkling_sconv to it"
     monkeypatch.setattr("inkling_sconv.plugin.settings.entry_points", lambda group: [])
-    assert "entry point is missing" in run("doctor").stdout
+    assert "entry point is missing" in read_plugin()
 
 
 # ------------------------------------------------------------------------------------ apply
@@ -357,21 +357,20 @@ def test_apply_and_revert(share_process, checkout):
     assert read(checkout) == text
 
 
-def test_apply_puts_back_what_does_not_heal(share_process, checkout):
+@pytest.mark.parametrize(
+    ("code", "reason", "more"),
+    (
+        ("self.fork_state.shape", "put back: after the edit it is unknown", "fork_state"),
+        (f"count = lambda: {variants.FIELD}", "an inner function reads", "not touched. By hand: "),
+    ),
+)
+def test_apply_leaves_what_it_cannot_heal(share_process, checkout, code, reason, more):
     share_process(releases.CRASHING)
-    text = variants.insert("self.fork_state.shape")(CRASHING.decode()).encode()
-    commit(checkout, text, "another crash")
+    text = variants.insert(code)(CRASHING.decode()).encode()
+    commit(checkout, text, "a fork")
     line = read_error(run("apply", checkout))
-    assert "put back: after the edit it is unknown" in line and "fork_state" in line
+    assert reason in line and more in line
     assert read(checkout) == text and git(checkout, "status", "--porcelain") == ""
-
-
-def test_apply_refuses_in_one_line(checkout):
-    text = variants.insert(f"count = lambda: {variants.FIELD}.shape[0]")(CRASHING.decode()).encode()
-    (checkout / NAME).write_bytes(text)
-    line = read_error(run("apply", checkout))
-    assert "an inner function reads" in line and "not touched. By hand: " in line
-    assert read(checkout) == text
 
 
 @pytest.mark.parametrize("tree", ("0.5.17",))
@@ -439,19 +438,16 @@ def test_export_with_any_configuration_of_git(checkout, author, setting, tmp_pat
     assert read_shape(read(checkout)) is Shape.GUARDED
 
 
-def test_export_of_a_tree_outside_git(checkout, tmp_path):
-    result = run("export", releases.tree(releases.CRASHING, tmp_path / "tree"))
-    assert result.exit_code == 0
-    (tmp_path / "fix.patch").write_bytes(result.stdout_bytes)
-    git(checkout, "am", str(tmp_path / "fix.patch"))
-    assert read_shape(read(checkout)) is Shape.GUARDED
-
-
-def test_export_leaves_out_uncommitted_edits(checkout):
+def test_export_outside_git_and_of_uncommitted_edits(checkout, tmp_path):
     (checkout / NAME).write_bytes(CRASHING + b"# loose\n")
     result = run("export", checkout)
     assert result.exit_code == 0 and "uncommitted" in result.stderr
     assert b"# loose" not in result.stdout_bytes
+    git(checkout, "checkout", "-q", "--", str(NAME))
+    root = releases.tree(releases.CRASHING, tmp_path / "tree")
+    (tmp_path / "fix.patch").write_bytes(run("export", root).stdout_bytes)
+    git(checkout, "am", str(tmp_path / "fix.patch"))
+    assert read_shape(read(checkout)) is Shape.GUARDED
 
 
 def test_branch_and_cherry_pick(checkout):

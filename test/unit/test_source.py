@@ -138,28 +138,6 @@ def test_the_healed_method_is_upstream_s():
         remove_guard(bind_guard("an expression"))
 
 
-INSERTIONS = """
-
-# fork
-        # fork
-                    # fork
-        pass
-        rows = rows  # fork
-        'fork'
-"""
-
-
-@pytest.mark.parametrize("insertion", INSERTIONS.splitlines(keepends=True)[1:])
-def test_insertions_between_statements(insertion):
-    lines = CRASHING.splitlines(keepends=True)
-    for node in reversed(find_methods(CRASHING, REFRESH)[0].body):
-        lines[node.lineno - 1 : node.lineno - 1] = [insertion]
-    before = "".join(lines).encode()
-    after = add_guard(before).text
-    check_edit(before, after, REFRESH, local="prefix_lens")
-    assert add_guard(after).text == after
-
-
 def test_a_command_takes_little_more_than_its_libraries(tmp_path):
     """Less than 3.6 imports of LibCST and Typer: a second where those take 0.28."""
     root = releases.tree(releases.CRASHING, tmp_path / "tree")

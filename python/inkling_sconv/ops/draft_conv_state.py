@@ -1,14 +1,16 @@
-"""The conv state that an MTP head keeps in draft-extend: its own, and a checkpoint of it.
+"""The conv state that an MTP head keeps during draft-extend, and its checkpoint.
 
-Draft-extend runs over a window of rows per request: with SGLang's boundary fix, some *front* rows
-of tokens that were accepted before, then one row per token of the step. Of these, the accepted ones
-move the conv state on. Where they cross a checkpoint boundary, the state that ends on it is kept.
+In draft-extend an MTP head runs over ``T`` token rows per request. First come the *front* rows that
+SGLang's boundary fix adds: tokens accepted in earlier steps. Then comes one row per token of this
+step. Accepted tokens move the request's conv state forward. If they cross a checkpoint boundary,
+the state that ends on the boundary is saved for the prefix cache.
 
-Front rows come before the step. They are computed anew in each step, from tokens that are verified
-by then, and take the place of what the conv state has of the same tokens. The state is not to be
-relied on: a head after the first writes its last rows before their tokens are verified, and in
-SGLang 0.5.17 - 0.5.19 every draft-extend of a batch whose requests stay the same clears the states
-again that its prefill was to clear (``_apply_deferred_mamba_init_to_draft_pools``).
+Front rows replace the conv state's own rows of the same tokens. Each step computes front rows anew,
+from verified tokens, whereas the stored rows can be wrong:
+
+- Every head but the first writes its last rows before their tokens are verified.
+- SGLang 0.5.17 - 0.5.19 clear the states of a request at prefill, and again at each draft-extend
+  until the batch has other requests (``_apply_deferred_mamba_init_to_draft_pools``).
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ def update_draft_conv_state_ref(
     front: int,
     interval: int,
 ) -> None:
-    """Move the conv state of every request on by its accepted tokens, and keep a checkpoint.
+    """Move each request's conv state forward by its accepted tokens, and save a checkpoint.
 
-    For a request whose step begins at ``base = seq_lens[r] - (T - front)``, and that accepts ``n``
-    tokens::
+    For a request ``r`` whose step begins at position ``base = seq_lens[r] - (T - front)`` and
+    accepts ``n = accepted[r]`` tokens::
 
         fresh    = min(front, window)
         state    = cache[cache_indices[r], : window - fresh]
@@ -46,14 +48,16 @@ def update_draft_conv_state_ref(
         cache[cache_indices[r]] = rows[n:][:window]
 
     Args:
-        hidden_states: ``[rows, T, D]``: the convolution's input.
-        cache: ``[slots, window, D]``, written in place.
-        cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
-        accepted: ``[>= rows]``, integer: tokens of the step that were accepted; negative on padded
-            rows, which write nothing.
-        seq_lens: ``[>= rows]``, integer: length with all tokens of the step, accepted or not.
-        track_slots: ``[>= rows]``, integer: the slot for each request's checkpoint; None for none.
-        front: front rows, at the beginning of the ``T``.
+        hidden_states: ``[rows, T, D]``, any floating dtype: the convolution's input.
+        cache: ``[slots, window, D]``, same dtype; written in place.
+        cache_indices: ``[>= rows]``, int32 or int64: the slot of each request's own state.
+        accepted: ``[>= rows]``, int32 or int64: how many tokens of the step were accepted. A
+            padded row has a negative number, and writes nothing.
+        seq_lens: ``[>= rows]``, int32 or int64: the request's length in tokens, with all tokens of
+            the step, accepted or not.
+        track_slots: ``[>= rows]``, int32 or int64: the slot of each request's checkpoint; None to
+            save no checkpoints.
+        front: how many of the ``T`` rows are front rows.
         interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
     """
     window = cache.shape[1]
@@ -83,16 +87,16 @@ if triton is not None:
         accepted,  # [rows]
         seq_lens,  # [rows]
         track_slots,  # [rows], or None
-        hidden_row,
+        hidden_row,  # strides, in elements
         hidden_token,
         cache_slot,
         cache_row,
         D,
-        WIDTH: tl.constexpr,
+        WIDTH: tl.constexpr,  # tokens of the step: T - FRONT
         FRONT: tl.constexpr,
         INTERVAL: tl.constexpr,
         WINDOW: tl.constexpr,
-        STATE: tl.constexpr,  # rows that are taken from the conv state
+        STATE: tl.constexpr,  # rows that come from the conv state
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -116,14 +120,14 @@ if triton is not None:
                         token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE)
                     )
                     tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
-        # In ascending order no row is read after it was written.
+        # The state moves down in place: in this order, each row is read before it is overwritten.
         for w in tl.static_range(WINDOW):
             at = n + w
             old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
             new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
             tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
 
-    # By TRITON_INTERPRET, at the time of decoration.
+    # TRITON_INTERPRET decides this at the time of decoration.
     _INTERPRETED = not isinstance(_update_draft_conv_state_kernel, triton.JITFunction)
 else:
     _INTERPRETED = False
@@ -140,9 +144,13 @@ def update_draft_conv_state(
     front: int,
     interval: int,
 ) -> None:
-    """``update_draft_conv_state_ref`` in one launch, which reads nothing on the host.
+    """``update_draft_conv_state_ref`` in one launch, without synchronising: same arguments.
 
-    Channels are contiguous, and so are the integer tensors. On the CPU it is the reference.
+    The channels of ``hidden_states`` and ``cache`` must be contiguous, and so must the integer
+    tensors. ``update_draft_conv_state_ref`` runs for tensors on the CPU.
+
+    Triton compiles one kernel per combination of dtypes, ``front``, ``interval``, ``window`` and
+    step width, which are all fixed for a server, and never one for another number of rows.
     """
     arguments = (hidden_states, cache, cache_indices, accepted, seq_lens, track_slots)
     if not (hidden_states.is_cuda or (_INTERPRETED and hidden_states.is_cpu)):

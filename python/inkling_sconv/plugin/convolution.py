@@ -1,4 +1,4 @@
-"""The method that the fix ``draft-window`` puts on SGLang's ``ShortConvolution``."""
+"""The method of SGLang's ``ShortConvolution`` that the fix ``draft-window`` replaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inkling_sconv.ops.draft_conv_state import update_draft_conv_state
 
 
 class InklingShortConvolution:
-    """What this package puts on SGLang's ``ShortConvolution``."""
+    """Holds the method that goes on SGLang's ``ShortConvolution``."""
 
     def _update_sconv_cache_for_draft_extend(
         self: Any,
@@ -20,14 +20,19 @@ class InklingShortConvolution:
         cache_indices: torch.Tensor,
         hidden_states: torch.Tensor,
     ) -> None:
-        """``update_draft_conv_state`` for a draft-extend batch; ``hidden_states`` may be flat.
+        """Move the draft's conv state forward after a draft-extend step; save its checkpoints.
 
-        ``mamba_track_indices`` of the batch are the checkpoint slots; None keeps none.
+        Args:
+            forward_batch: SGLang's draft-extend batch. If it has no ``mamba_track_indices``, no
+                checkpoint is saved.
+            sconv_cache: ``[slots, window, D]``, written in place.
+            cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
+            hidden_states: ``[rows, T, D]`` or ``[rows * T, D]``: the convolution's input.
         """
         rows = forward_batch.batch_size
         if hidden_states.dim() == 2:
             hidden_states = hidden_states.unflatten(0, (rows, -1))
-        # Since 0.5.22, kernels take their slots from the metadata.
+        # Since SGLang 0.5.22 the metadata holds the checkpoint slots.
         metadata = self._conv_state(forward_batch)
         slots = getattr(metadata, TRACK_CACHE_INDICES, forward_batch.mamba_track_indices)
         update_draft_conv_state(

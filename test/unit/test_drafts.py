@@ -14,80 +14,78 @@ import emulator
 import pytest
 import releases
 import torch
-from drafts_steps import MIXED, Step, expected, run, steps
-from hypothesis import given
+from drafts_steps import BATCHES, expected, run
 from inkling_sconv.ops import draft_conv_state
-from inkling_sconv.plugin import convolution
+from inkling_sconv.plugin.convolution import InklingShortConvolution
+from inkling_sconv.probe import runners
+from inkling_sconv.probe.stand_ins import make_instance
 from inkling_sconv.proof import architecture, checkpoint, equality
-from kernel_tools import CAREFUL, load_copy
+from kernel_tools import load_copy
+
+UPDATE = "_update_sconv_cache_for_draft_extend"
 
 
-class Convolution(convolution.InklingShortConvolution):
-    """What SGLang's class has that the method asks for."""
-
-    def __init__(self, metadata: Any, interval: int):
-        self.metadata, self.interval = metadata, interval
-
-    def _conv_state(self, forward_batch: Any) -> Any:
-        return self.metadata
-
-    def _inkling_sconv_interval(self) -> int:
-        return self.interval
-
-
-def call_method(step: Step, *, flat: bool, where: str, front: bool = True) -> torch.Tensor:
-    """The cache's buffer after the method; ``where`` the checkpoint slots are."""
-
+@pytest.mark.parametrize("flat", (True, False))
+@pytest.mark.parametrize("release", ("before front rows", "slots in the batch", "in the metadata"))
+def test_the_method(release, flat):
     def update(hidden: torch.Tensor, cache: torch.Tensor, **rest: Any) -> None:
-        slots = rest["track_slots"]
-        elsewhere = None if slots is None else torch.full_like(slots, 7)
-        metadata = (
-            SimpleNamespace(track_cache_indices=slots) if where == "metadata" else SimpleNamespace()
-        )
-        spec = {"num_accept_tokens": rest["accepted"], "num_front_tokens": rest["front"]}
-        if not front:
-            del spec["num_front_tokens"]
+        slots, metadata = rest["track_slots"], SimpleNamespace()
+        if release == "in the metadata":
+            metadata.track_cache_indices = slots
+            slots = None if slots is None else torch.full_like(slots, 7)
+        spec = SimpleNamespace(num_accept_tokens=rest["accepted"], num_front_tokens=rest["front"])
+        if release == "before front rows":
+            del spec.num_front_tokens
         batch = SimpleNamespace(
             batch_size=step.rows,
             seq_lens=rest["seq_lens"],
-            mamba_track_indices=elsewhere if where == "metadata" else slots,
-            spec_info=SimpleNamespace(**spec),
+            mamba_track_indices=slots,
+            spec_info=spec,
         )
-        if flat:
-            hidden = hidden.flatten(0, 1)
-        method = Convolution(metadata, rest["interval"])._update_sconv_cache_for_draft_extend
-        assert method(batch, cache, rest["cache_indices"], hidden) is None
+        convolution = make_instance(
+            InklingShortConvolution,
+            UPDATE,
+            _conv_state=lambda _: metadata,
+            _inkling_sconv_interval=lambda: rest["interval"],
+        )
+        hidden = hidden.flatten(0, 1) if flat else hidden
+        assert getattr(convolution, UPDATE)(batch, cache, rest["cache_indices"], hidden) is None
 
-    return run(update, step)
-
-
-@pytest.mark.parametrize("where", ("batch", "metadata"))
-@pytest.mark.parametrize("flat", (True, False))
-def test_the_method(flat, where):
-    @CAREFUL
-    @given(step=steps())
-    def is_the_formula(step: Step) -> None:
-        if step.rows:
-            assert torch.equal(call_method(step, flat=flat, where=where), expected(step))
-
-    is_the_formula()
-    # The last request is one whose slots matter.
-    assert torch.equal(call_method(MIXED, flat=flat, where=where), expected(MIXED))
-
-
-def test_a_spec_info_older_than_front_rows():
-    step = dataclasses.replace(MIXED, front=0)
-    assert torch.equal(call_method(step, flat=True, where="batch", front=False), expected(step))
+    for step in BATCHES:
+        if release == "before front rows":
+            step = dataclasses.replace(step, front=0)
+        assert torch.equal(run(update, step), expected(step))
 
 
 @pytest.mark.parametrize("tree", releases.RELEASES)
 def test_sglang_s_own_method_where_it_must_agree(drive, tree):
-    """Its kernel under the interpreter: no front row, and no boundary among the accepted tokens."""
+    """Without front rows, the two methods differ only in the checkpoint of a crossed boundary."""
     seen = drive(tree, "draft-states")
     assert seen["compared"] == 200 and seen["crossed"] > 30 and seen["tracked"] > 120
     assert seen["states"] == seen["checkpoints"] == 0, seen
-    # Where a boundary is crossed, its checkpoint is another: what the fix is for.
     assert seen["misplaced"] == seen["crossed"]
+
+
+def test_exempt_and_inert_draft_extend_leave_the_same_pool(drive):
+    seen = drive(releases.CRASHING, "draft-pools")
+    assert seen["steps"] == 40 and seen["differ"] == 0
+    # Conv states were moved, and inert tracking did write: into the dummy slot.
+    assert seen["moved"] > 30 and seen["slot 0"] > 10, seen
+
+
+@pytest.mark.parametrize(
+    ("front", "shift", "wrong"), ((True, 0, False), (True, -1, True), (False, 0, True))
+)
+def test_a_window_that_is_right_only_without_front_rows_is_wrong(front, shift, wrong):
+    """A method that ends ``shift`` rows off the boundary, or that takes front rows for tokens."""
+
+    class ShortConvolution:
+        def _update_sconv_cache_for_draft_extend(self, batch, cache, indices, rows):
+            skipped = batch.spec_info.num_front_tokens if front else 0
+            cache[1] = torch.cat([cache[0], rows[skipped:]])[2 + shift :][:3]
+
+    module = SimpleNamespace(ShortConvolution=ShortConvolution, fused_draft_extend_sconv_cache=None)
+    assert runners.misplaces_draft_checkpoints(module) is wrong
 
 
 # ----------------------------------------------------------------------------------- in a model
@@ -95,10 +93,10 @@ def test_sglang_s_own_method_where_it_must_agree(drive, tree):
 INTERVAL = 64
 
 
-class Keeping(emulator.Request):
-    """A request whose draft's conv states and checkpoints are moved on by each of ``updates``.
+class TrackedRequest(emulator.Request):
+    """A request of which each of ``updates`` moves the draft's conv states and checkpoints on.
 
-    With ``cleared``, as in SGLang 0.5.17 - 0.5.19, states are zeroed before each step.
+    An update with ``cleared`` finds zeroed states in each step, as in SGLang 0.5.17 - 0.5.19.
     """
 
     def __init__(self, model: emulator.Model, updates: dict[str, tuple[Callable[..., None], bool]]):
@@ -163,7 +161,7 @@ def test_in_a_model(tmp_path, record_property):
     hits: dict[str, list[int]] = {name: [] for name in updates}
     off = dict.fromkeys(updates, 0.0)
     for tokens in equality.draw_prompts(24, range(52, 64), architecture.VOCABULARY, seed=9):
-        made = Keeping(model, updates)
+        made = TrackedRequest(model, updates)
         made.prefill(tokens)
         whole = [*tokens, made.bonus]
         while len(whole) < INTERVAL + 12:

@@ -20,22 +20,27 @@ class Case:
     rows: int
     query_start_loc: list[int]
     track_seqlens: list[int]
-    prefix_lens: list[int]
+    prefix_lens: list[int] | None
     chunk_size: int = 64
     window: int = 3
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.int64, torch.int32)
 
 
 def expected(case: Case) -> list[list[int]]:
-    """Rules 3, 6 and 10 of docs/contract.md, row by row."""
-    last_token = max(case.query_start_loc[-1] - 1, 0)
+    """Rules 3, 6 and 10 of docs/contract.md, row by row, in integers of 64 bits."""
+    last_token = max(_wrap(case.query_start_loc[-1] - 1), 0)
     table = [[0] * case.window for _ in range(case.rows)]
-    lengths = zip(case.track_seqlens, case.prefix_lens, strict=False)
-    for row, start, (seqlen, prefix) in zip(table, case.query_start_loc, lengths, strict=False):
-        aligned = (seqlen - prefix) // case.chunk_size * case.chunk_size
+    prefix_lens = [0] * case.rows if case.prefix_lens is None else case.prefix_lens
+    lengths = zip(case.query_start_loc, case.track_seqlens, prefix_lens, strict=False)
+    for row, (start, seqlen, prefix) in zip(table, lengths, strict=False):
+        aligned = _wrap(seqlen - prefix) // case.chunk_size * case.chunk_size
         for w in range(case.window):
-            row[w] = min(max(start + aligned - case.window + w, 0), last_token)
+            row[w] = min(max(_wrap(start + aligned - case.window + w), 0), last_token)
     return table
+
+
+def _wrap(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
 
 
 @st.composite

@@ -182,21 +182,13 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         return load_plugin(scenario)
     if scenario == "contract":
         return run_contract()
-    if scenario == "mutants":
-        import mutants
-
-        return mutants.run_all()
     if scenario == "texts":
         return classify_files(Path(folder))
     if scenario in MAINS:
         return run_main(importlib.import_module(MAINS[scenario]))
-    if scenario == "designs":
-        import designs
-
-        return designs.run_checks()
-    import fix_scenarios
-
-    return fix_scenarios.play(scenario)
+    if scenario in ("mutants", "designs"):
+        return importlib.import_module(scenario).run_all()
+    return importlib.import_module("fix_scenarios").play(scenario)
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:

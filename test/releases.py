@@ -23,13 +23,8 @@ CACHE = Path(os.environ.get("INKLING_SCONV_CACHE", ROOT / ".cache"))
 # Up to 0.5.19, SGLang does not import with the transformers that 0.5.23 pins.
 _OLDER_TRANSFORMERS = ("transformers==5.12.1", "tokenizers==0.22.2")
 RELEASES: dict[str, tuple[str, ...]] = {
-    "0.5.17": _OLDER_TRANSFORMERS,
-    "0.5.18": _OLDER_TRANSFORMERS,
-    "0.5.19": _OLDER_TRANSFORMERS,
-    "0.5.20": (),
-    "0.5.21": (),
-    "0.5.22": (),
-    "0.5.23": (),
+    **dict.fromkeys(("0.5.17", "0.5.18", "0.5.19"), _OLDER_TRANSFORMERS),
+    **dict.fromkeys(("0.5.20", "0.5.21", "0.5.22", "0.5.23"), ()),
 }
 CRASHING = "crashing"
 """The fork between #34043 and #35042: 0.5.18 without the guard."""

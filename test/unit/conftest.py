@@ -19,12 +19,10 @@ class Tree:
     """A process of ``test/drive.py`` in one tree of ``releases.TREES``."""
 
     def __init__(self, name: str, folder: Path):
-        self.log = (folder / "log").open("w+")
+        self.log, tree = (folder / "log").open("w+"), releases.tree(name, folder / "tree")
         self.process = subprocess.Popen(
             [sys.executable, str(TEST / "drive.py")],
-            env=releases.environment(
-                releases.tree(name, folder / "tree"), name, SGLANG_PLUGINS="inkling_sconv"
-            ),
+            env=releases.environment(tree, name, SGLANG_PLUGINS="inkling_sconv"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -47,10 +45,6 @@ class Tree:
             pytest.fail(f"{result['error']}\n{self.log.read()[-4000:]}", pytrace=False)
         return result
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Tree]]:
@@ -64,7 +58,8 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
     yield get
     for tree in started.values():
-        tree.close()
+        tree.process.kill()
+        tree.process.wait()
 
 
 @pytest.fixture
@@ -72,11 +67,7 @@ def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[st
     """Plays a scenario of ``test/drive.py`` in a tree, or in a fork of it with another text."""
 
     def _drive(
-        name: str,
-        scenario: str,
-        mode: str | None = None,
-        text: str | None = None,
-        **variables: str,
+        name: str, scenario: str, mode: str | None = None, text: str | None = None, **variables: str
     ) -> dict[str, Any]:
         if text is not None:
             (tmp_path / releases.BACKEND.name).write_text(text)
@@ -99,7 +90,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the tables that tests attach to their reports, from xdist workers too."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        for name, text in report.user_properties:
-            if name == "table":
-                terminalreporter.write_line("")
-                terminalreporter.write_line(text)
+        for text in (value for name, value in report.user_properties if name == "table"):
+            terminalreporter.write_line(f"\n{text}")

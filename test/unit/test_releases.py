@@ -7,12 +7,8 @@ import releases
 
 STATES = {
     "0.5.17": "untracked",
-    "0.5.18": "guarded",
-    "0.5.19": "guarded",
-    "0.5.20": "guarded",
-    "0.5.21": "guarded",
-    "0.5.22": "exempt",
-    "0.5.23": "exempt",
+    **dict.fromkeys(("0.5.18", "0.5.19", "0.5.20", "0.5.21"), "guarded"),
+    **dict.fromkeys(("0.5.22", "0.5.23"), "exempt"),
     "crashing": "crashing",
 }
 CRASH = "AttributeError: 'NoneType' object has no attribute 'shape'"
@@ -48,9 +44,8 @@ FIXES = {
     "exempt": [],
 }
 CAPTURE = {
-    "untracked": "no indices",
+    **dict.fromkeys(("untracked", "exempt"), "no indices"),
     "guarded": "inert indices",
-    "exempt": "no indices",
     "crashing": CRASH,
 }
 LEFT_ALONE = {
@@ -58,7 +53,6 @@ LEFT_ALONE = {
     "guarded": "healthy, the guard is there; left alone.",
     "exempt": "healthy, draft-extend is exempt; left alone.",
 }
-HEALTHY = [tree for tree in releases.TREES if tree != releases.CRASHING]
 
 
 def list_default_fixes(tree: str, but: str = "") -> list[str]:
@@ -130,7 +124,7 @@ def test_the_order_of_a_server(drive, tree):
 
 @pytest.mark.parametrize(
     ("tree", "mode"),
-    [("crashing", "auto"), ("0.5.17", "force"), *((tree, "fast") for tree in HEALTHY)],
+    [("crashing", "auto"), ("0.5.17", "force"), *((tree, "fast") for tree in releases.RELEASES)],
 )
 def test_the_contract_holds_where_we_graft(drive, tree, mode):
     seen = drive(tree, "contract", mode)
@@ -151,7 +145,7 @@ def test_an_unknown_mode_is_one_warning_and_auto(drive):
         *(("crashing", None, form) for form in ("", "exempt", " Inert ", "banana")),
         ("0.5.17", "force", "inert"),
         ("0.5.21", "fast", "inert"),
-        *((tree, "fast", "inert") for tree in HEALTHY if STATES[tree] == "exempt"),
+        *((tree, "fast", "inert") for tree in releases.RELEASES if STATES[tree] == "exempt"),
     ),
 )
 def test_forms_of_draft_extend(drive, tree, mode, form):

@@ -5,6 +5,7 @@ SGLANG ?= sglang==0.5.23
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+FORK_WORKFLOW := python/inkling_sconv/fork_ci/inkling-sconv.yml
 
 .PHONY: demo test lint format releases picture designs evidence gpu-test upstream-suites
 
@@ -20,7 +21,8 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/mypy .github/scripts
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/zizmor --offline --quiet .github $(FORK_WORKFLOW)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml $(FORK_WORKFLOW)
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

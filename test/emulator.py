@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 
+# The tensors are small: on a busy machine, waiting for a second thread takes ten times as long.
+torch.set_num_threads(1)
+
 FRONT_WARMUP = 3
 """Rows that the boundary-KV fix adds to rebuild the conv window, and whose KV it drops."""
 

@@ -1,4 +1,4 @@
-"""Draft-extend steps to move a conv state on with, and the states they end in, token by token."""
+"""Draft-extend steps that move a conv state forward, and the states after them, token by token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 MARGIN = 1
-"""Slots, rows and channels around the cache that is handed over. They have labels too."""
+"""Slots, rows and channels around the cache that a step hands over. They have labels too."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Arguments of ``update_conv_state``, as Python values. Lengths in tokens, of ``width`` + front
-    rows a request; slots are those of a cache of ``slots``.
-    """
+    """Arguments of ``update_draft_conv_state``; each request has ``front + width`` token rows."""
 
     own: list[int]
     accepted: list[int]
     base: list[int]
     kept: list[int] | None
     slots: int
+    """How many the cache has."""
     width: int = 4
     front: int = 0
     interval: int = 8
@@ -44,7 +43,7 @@ class Step:
         return len(self.own)
 
     def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two buffers in which every element has a label of its own: hidden states, and cache."""
+        """Buffers of hidden states and cache; every element has a label of its own."""
         length = self.width + self.front
         hidden = (self.rows * self.spread + 1, length * self.spread + 1, self.channels + 1)
         cache = (self.slots + 2 * MARGIN, self.window + 2 * MARGIN, self.channels + MARGIN)
@@ -55,7 +54,7 @@ class Step:
         )
 
     def _labels(self, start: int, end: int) -> torch.Tensor:
-        # Not 0: that is what a masked load may give. In 16 bits, each is another finite number.
+        # No label is 0, which a masked load may give. In 16 bits, each is another finite number.
         labels = torch.arange(start + 1, end + 1)
         if self.floats is torch.bfloat16:
             assert end < 0x7F80
@@ -63,7 +62,7 @@ class Step:
         return labels.to(self.floats)
 
     def views(self, hidden: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is handed over of ``memory()``: ``[rows, T, D]`` and ``[slots, window, D]``."""
+        """The parts of ``memory()`` to hand over: ``[rows, T, D]`` and ``[slots, window, D]``."""
         rows, length = self.rows * self.spread, (self.width + self.front) * self.spread
         return (
             hidden[: rows : self.spread, : length : self.spread, : self.channels],
@@ -98,33 +97,24 @@ def run(function: Any, step: Step, device: str = "cpu") -> torch.Tensor:
 
 
 def expected(step: Step) -> torch.Tensor:
-    """The same, from each token's own row: by position in the request's sequence."""
+    """The buffer that ``run`` should give: each row found by its position in the sequence."""
     memory = step.memory()
-    hidden, _ = step.views(*memory)
-    _, after = step.views(*(buffer.clone() for buffer in memory))
+    hidden, before = step.views(*memory)
     result = memory[1].clone()
     _, target = step.views(memory[0], result)
     for r, (own, n, base) in enumerate(zip(step.own, step.accepted, step.base, strict=True)):
         if n < 0:
             continue
-
-        # Front rows come in the place of the conv state's own.
-        first = base - min(step.front, step.window)
-
-        def token(
-            position: int, r: int = r, own: int = own, base: int = base, first: int = first
-        ) -> torch.Tensor:
-            if position < first:
-                return after[own, position - (base - step.window)]
-            return hidden[r, step.front + position - base]
-
+        # Rows by position; front rows replace the state's own.
+        row_at = {base - step.window + i: row for i, row in enumerate(before[own])}
+        row_at |= {base - step.front + i: row for i, row in enumerate(hidden[r])}
         boundaries = [p for p in range(base + 1, base + n + 1) if p % step.interval == 0]
         ends = {own: base + n}
         if boundaries and step.kept is not None:
             ends[step.kept[r]] = boundaries[-1]
         for slot, end in ends.items():
             for w in range(step.window):
-                target[slot, w] = token(end - step.window + w)
+                target[slot, w] = row_at[end - step.window + w]
     return _bits(result)
 
 

@@ -190,7 +190,7 @@ def put_between(code: str) -> Edit:
 INDENT = " " * 8
 BETWEEN = (
     *("\n", "# fork\n", f"{INDENT}# fork\n", f"{INDENT * 2}# fork\n"),
-    *(f"{INDENT}pass\n", f"{INDENT}rows = rows  # fork\n", f"{INDENT}'fork'\n"),
+    *(f"{INDENT}pass\n", f"{INDENT}fork = 0  # fork\n", f"{INDENT}'fork'\n"),
 )
 ADD_SUBCLASS = f"\n\nclass Fork({CLASS}):\n"
 CALL_BASE = f"    def {REFRESH}(self, batch, graph):\n        super().{REFRESH}(batch, graph)\n"
@@ -331,7 +331,6 @@ REFUSED: dict[str, tuple[str, Edit]] = {
 }
 
 UNTRACKED_HEALS: dict[str, Edit] = {
-    **{f"{code!r} between statements": put_between(code) for code in BETWEEN},
     **{name: HEALS[name] for name in ("CR LF", "tab indentation", "torch as th")},
     "renamed arguments": rename(("forward_batch", "fb"), ("on_graph_path", "recorded")),
     "returns None": return_early(f"{MASK_TEST}\n    return None"),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
+from inkling_sconv.ops.track_conv_indices import track_conv_indices_ref
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -37,7 +38,7 @@ LEFT, RIGHT, PADDED = 166, 806, 847
 TOP, BOTTOM = 126, 162
 INK, MUTED, RULE, TRACKED = "#1f2328", "#59636e", "#d1d9e0", "#c2410c"
 FILLS = ["#bcd7f5", "#c5e6c8", "#dfe3e8", "#dccff2"]
-MONO = "DejaVu Sans Mono"
+MONO = "monospace"
 
 FIELDS = ["extend_prefix_lens", "mamba_track_seqlens", "tracked → floor to C"]
 FIELDS += ["mamba_track_mask", "track_conv_indices"]
@@ -84,7 +85,7 @@ def draw_column(ax: Axes, x: float, values: list[object], color: str) -> None:
 def draw_batch(ax: Axes) -> None:
     """Draw the token buffer, with the windows that ``track_conv_indices`` gives for it."""
     starts = [sum(request.new for request in BATCH[:r]) for r in range(ROWS + 1)]
-    indices = track_conv_indices(
+    indices = track_conv_indices_ref(
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor([request.track_seqlen for request in BATCH]),
         torch.tensor([request.prefix for request in BATCH], dtype=torch.int32),
@@ -152,7 +153,7 @@ def draw_passes(ax: Axes) -> None:
 def main() -> None:
     """Write the picture to the path that the command line names."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("batch.svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "inkling_sconv", "svg.fonttype": "path"})
+    matplotlib.rcParams.update({"svg.hashsalt": "inkling_sconv", "svg.fonttype": "none"})
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
     ax = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
     ax.set_axis_off()

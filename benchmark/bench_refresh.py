@@ -1,18 +1,26 @@
 """What one refresh costs: ours, the torch chain, SGLang's own, and a kernel that does nothing.
 
-Everything is measured in this process, in turns: a round measures each contender once, the next
-round begins with another one, and a figure is the median over the rounds with half the distance of
-their quartiles. Four measures:
+One process measures all contenders in turns: a round measures each contender once, and the next
+round begins with another one. Three measures, in microseconds per call:
 
-graph   microseconds of device time per call in a replayed CUDA graph of many calls
-eager   microseconds of device time per call, launched one by one by a host that is ahead
-host    microseconds of host time per eager call
-first   seconds and Triton compilations of the first calls at batch sizes never seen before
+graph   device time in a replayed CUDA graph of many calls
+eager   device time of calls that the host launches one by one, ahead of the device
+host    host time of an eager call
 
-Without a GPU, only host time of the torch path and equality are looked at.
+``first`` counts seconds and Triton compilations of the first calls at batch sizes never seen
+before. Without a GPU the script compares results and measures host time of the torch path.
 
     python benchmark/bench_refresh.py --json out.json --plot out.svg
     python benchmark/bench_refresh.py --sglang-kernel .../sglang/kernels/ops/mamba/sconv_tracking.py
+    python benchmark/bench_refresh.py --record out.json --plot out.svg     # draws, measures nothing
+
+The record, where a summary is ``{"median": us, "spread": half the distance of the quartiles}``::
+
+    {"machine": {...}, "sglang": str,
+     "measures": {"graph" | "eager" | "host": {rows: {contender: summary}}},
+     "first": {contender: {"seconds": float, "compilations": int}},
+     "parts, graph": {rows: {part: summary}},
+     "targets": [[str, bool], ...]}
 """
 
 from __future__ import annotations
@@ -43,22 +51,22 @@ os.environ["TRITON_CACHE_DIR"] = str(Path(_SCRATCH.name) / "triton")
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.testing  # noqa: E402
-from inkling_sconv import (
-    names,  # noqa: E402
-)
-from inkling_sconv.ops import track_conv_indices  # noqa: E402
+from inkling_sconv import names  # noqa: E402
+from inkling_sconv.ops import track_conv_indices as ops  # noqa: E402
 from inkling_sconv.plugin.backend import InklingSconvBackend  # noqa: E402
 from inkling_sconv.probe import backend as probe  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from summary import format_summary, summarize  # noqa: E402
 
 ROWS = (1, 8, 32, 160, 512)
 CHUNK, WINDOW, LENGTH = 128, 3, 200
-OURS, CHAIN, EMPTY = "ours, kernel", "torch chain (windows.py)", "empty kernel"
+OURS, CHAIN, EMPTY = "ours, kernel", "torch chain", "empty kernel"
 OUR_METHOD = "ours, whole method"
-NOTHING, BOUND = "nothing, same arguments", "whole, through Triton's binder"
+NOTHING = "nothing, same arguments"
 
 Call = Callable[[], Any]
+Timer = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Contender:
     computes: bool = True
 
 
-def inputs(rows: int, device: str) -> SimpleNamespace:
+def make_inputs(rows: int, device: str) -> SimpleNamespace:
     """A live step of ``rows`` requests of 200 new tokens, some of them with a cached prefix."""
     prefix = [CHUNK * (r % 5) for r in range(rows)]
     tracked = [(p + LENGTH) // CHUNK * CHUNK for p in prefix]
@@ -87,8 +95,8 @@ def inputs(rows: int, device: str) -> SimpleNamespace:
 # --- contenders -----------------------------------------------------------------------------------
 
 
-def function(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
-    """A function with the signature of ``track_conv_indices.track_conv_indices_ref``."""
+def make_function(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
+    """A function with the signature of ``track_conv_indices_ref``."""
 
     def make(step: SimpleNamespace) -> Call:
         lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
@@ -98,7 +106,7 @@ def function(name: str, compute: Callable[..., Any], *, computes: bool = True) -
     return Contender(name, make, computes)
 
 
-def method(name: str, cls: type, max_rows: int) -> Contender:
+def make_method(name: str, cls: type, max_rows: int) -> Contender:
     """The refresh of a backend class, on the graph path with a live batch."""
 
     def make(step: SimpleNamespace) -> Call:
@@ -114,7 +122,7 @@ def method(name: str, cls: type, max_rows: int) -> Contender:
     return Contender(name, make)
 
 
-def sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
+def find_sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
     """SGLang's own method and, on the same class, ours; and a line that says which SGLang."""
     try:
         module = importlib.import_module(names.BACKEND_MODULE)
@@ -141,10 +149,10 @@ def sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
     )
     own_name = f"SGLang {version}, its method"
     found = f"SGLang {version}: {probe.classify(cls).state.value}, method as published"
-    return [method(OUR_METHOD, ours, max_rows), method(own_name, cls, max_rows)], found
+    return [make_method(OUR_METHOD, ours, max_rows), make_method(own_name, cls, max_rows)], found
 
 
-def sglang_kernel(path: Path | None) -> Contender | None:
+def find_sglang_kernel(path: Path | None) -> Contender | None:
     """SGLang's kernel: that of ``path``, or of the installed release if it has one."""
     if path is not None:
         module = load(path, "sglang_sconv_tracking")
@@ -167,7 +175,7 @@ def sglang_kernel(path: Path | None) -> Contender | None:
             chunk_size=chunk_size,
         )
 
-    return function(name, compute)
+    return make_function(name, compute)
 
 
 @triton.jit
@@ -192,7 +200,7 @@ def _nothing_kernel(
     pass
 
 
-def empty() -> Contender:
+def make_empty() -> Contender:
     return Contender(EMPTY, lambda step: lambda: _empty_kernel[(1,)](num_warps=1), computes=False)
 
 
@@ -224,9 +232,6 @@ ABLATIONS = {
     "no arithmetic": _NO_ARITHMETIC,
     "no loads, no store": (_NO_LAST, *_NO_LENGTHS, _NO_STORE),
 }
-_BOUND = ("    if _INTERPRETED:\n", "    if True:\n")
-HOST_PARTS = ("whole", BOUND, NOTHING, EMPTY)
-SWEEP = ((128, 4), (32, 1), (64, 1), (64, 2), (128, 1), (128, 2), (256, 4), (256, 8), (512, 4))
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -238,47 +243,32 @@ def load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def edited(name: str, edits: Iterable[tuple[str, str]], *, computes: bool = False) -> Contender:
+def edit_kernel(name: str, edits: Iterable[tuple[str, str]]) -> Contender:
     """The shipped kernel with ``edits`` in its source, through the shipped launcher."""
-    text = Path(kernels.__file__).read_text()
+    text = Path(ops.__file__).read_text()
     for old, new in edits:
         if text.count(old) != 1:
             sys.exit(f"bench_refresh: {name}: {text.count(old)} places of {old!r}")
         text = text.replace(old, new)
-    stem = f"kernels_{abs(hash((name, text)))}"
-    path = Path(_SCRATCH.name) / f"{stem}.py"
+    path = Path(_SCRATCH.name) / f"part_{name.replace(' ', '_').replace(',', '')}.py"
     path.write_text(text)
-    return function(name, load(path, stem).track_conv_indices, computes=computes)
+    return make_function(name, load(path, path.stem).track_conv_indices, computes=False)
 
 
-def ablations() -> list[Contender]:
-    nothing = load(Path(kernels.__file__), "kernels_nothing")
+def make_parts() -> list[Contender]:
+    nothing = load(Path(ops.__file__), "kernels_nothing")
     nothing._track_conv_indices_kernel = _nothing_kernel
     return [
-        *(edited(name, edits) for name, edits in ABLATIONS.items()),
-        edited(BOUND, (_BOUND,), computes=True),
-        function(NOTHING, nothing.track_conv_indices, computes=False),
-        empty(),
-    ]
-
-
-def shapes() -> list[Contender]:
-    return [
-        edited(
-            f"{block} threads, {warps} warps",
-            (
-                ("_BLOCK = 128\n", f"_BLOCK = {block}\n"),
-                ("_WARPS = 4\n", f"_WARPS = {warps}\n"),
-            ),
-        )
-        for block, warps in SWEEP
+        *(edit_kernel(name, edits) for name, edits in ABLATIONS.items()),
+        make_function(NOTHING, nothing.track_conv_indices, computes=False),
+        make_empty(),
     ]
 
 
 # --- timers ---------------------------------------------------------------------------------------
 
 
-def graph_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
+def time_graph(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     """Captures ``calls`` calls anew each time; microseconds of device time per call of a replay.
 
     Where tensors and graphs lie moves a launch by up to a tenth, and stays the same for the life of
@@ -304,7 +294,7 @@ def graph_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     return measure
 
 
-def eager_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
+def time_eager(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     """Microseconds of device time per call, while the device always has the next launch waiting."""
     call = fresh()
     # Deeper queues make the host wait; the chain is eleven or twelve launches a call.
@@ -326,7 +316,7 @@ def eager_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     return lambda: statistics.median(once() for _ in range(3))
 
 
-def host_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
+def time_host(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     """Microseconds of host time per call. The device is faster than its host, so nothing waits."""
     call = fresh()
 
@@ -338,11 +328,13 @@ def host_timer(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     return measure
 
 
-TIMERS = {"graph": graph_timer, "eager": eager_timer, "host": host_timer}
+TIMERS = {"graph": time_graph, "eager": time_eager, "host": time_host}
 
 
-def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """``{name: one figure per round}``; every round begins with another name."""
+def measure_in_turns(
+    timers: dict[str, Callable[[], float]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """``{name: summary over the rounds}``; every round begins with another name."""
     names = list(timers)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for timer in timers.values():
@@ -351,10 +343,12 @@ def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             figures[name].append(timers[name]())
-    return figures
+    return {name: summarize(values) for name, values in figures.items()}
 
 
-def first_calls(contenders: list[Contender], sizes: int, device: str) -> dict[str, dict[str, Any]]:
+def measure_first_calls(
+    contenders: list[Contender], sizes: int, device: str
+) -> dict[str, dict[str, Any]]:
     """Seconds and compilations of one call at each of ``sizes`` sizes, new to this process."""
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
@@ -362,8 +356,8 @@ def first_calls(contenders: list[Contender], sizes: int, device: str) -> dict[st
     for number, contender in enumerate(contenders):
         # Sizes of its own: two contenders may share one kernel.
         numbers = range(3 + number, 3 + number + sizes * len(contenders), len(contenders))
-        contender.make(inputs(2, device))()
-        calls = [contender.make(inputs(rows, device)) for rows in numbers]
+        contender.make(make_inputs(2, device))()
+        calls = [contender.make(make_inputs(rows, device)) for rows in numbers]
         torch.cuda.synchronize()
         start, before = time.perf_counter(), len(compiled)
         for call in calls:
@@ -378,15 +372,7 @@ def first_calls(contenders: list[Contender], sizes: int, device: str) -> dict[st
 # --- report ---------------------------------------------------------------------------------------
 
 
-def middle(figures: list[float]) -> tuple[float, float]:
-    """Median, and half the distance of the quartiles."""
-    if len(figures) < 2:
-        return figures[0], 0.0
-    low, median, high = statistics.quantiles(figures, n=4, method="inclusive")
-    return median, (high - low) / 2
-
-
-def figures_table(title: str, results: dict[int, dict[str, list[float]]], base: str) -> Table:
+def make_table(title: str, results: dict[int, dict[str, Any]], base: str) -> Table:
     """Contenders by batch sizes; in each cell the median, its spread, and times ``base``."""
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
@@ -395,14 +381,13 @@ def figures_table(title: str, results: dict[int, dict[str, list[float]]], base: 
     for name in next(iter(results.values())):
         cells = []
         for measured in results.values():
-            median, spread = middle(measured[name])
-            ratio = median / middle(measured[base])[0]
-            cells.append(f"{median:.2f} ±{spread:.2f} {ratio:5.2f}x")
+            ratio = measured[name]["median"] / measured[base]["median"]
+            cells.append(f"{format_summary(measured[name])} {ratio:5.2f}x")
         table.add_row(name, *cells)
     return table
 
 
-def first_table(results: dict[str, dict[str, Any]], sizes: int) -> Table:
+def make_first_table(results: dict[str, dict[str, Any]], sizes: int) -> Table:
     table = Table(title=f"first calls at {sizes} new batch sizes", title_justify="left")
     for heading in ("", "compilations", "seconds"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -411,24 +396,24 @@ def first_table(results: dict[str, dict[str, Any]], sizes: int) -> Table:
     return table
 
 
-def targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
+def judge_targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
     """What was aimed at, and whether this run meets it."""
     measures = report["measures"]
     found = []
     for rows, graph in measures["graph"].items():
-        (ours, spread), (chain, _) = middle(graph[OURS]), middle(graph[CHAIN])
+        (ours, spread), chain = graph[OURS].values(), graph[CHAIN]["median"]
         if rival:
-            theirs, slack = middle(graph[rival])
+            theirs, slack = graph[rival].values()
             text = f"graph, {rows} rows: {ours:.3f} us, SGLang's kernel {theirs:.3f}"
             found.append((text, ours <= theirs + spread + slack))
         text = f"graph, {rows} rows: chain / ours = {chain / ours:.1f}, at least 9"
         found.append((text, chain / ours >= 9))
     for rows, host in measures["host"].items():
-        ours, floor = middle(host[OURS])[0], middle(host[EMPTY])[0]
+        ours, floor = host[OURS]["median"], host[EMPTY]["median"]
         text = f"host, {rows} rows: {ours:.1f} us, empty kernel {floor:.1f}, at most 5 more"
         found.append((text, ours <= floor + 5))
         if rival:
-            theirs = middle(host[rival])[0]
+            theirs = host[rival]["median"]
             text = f"host, {rows} rows: {ours:.1f} us, SGLang's kernel {theirs:.1f}"
             found.append((text, ours < theirs))
     count = report["first"][OURS]["compilations"]
@@ -440,6 +425,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "inkling_sconv", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     panels = {
@@ -450,11 +436,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axis, (measure, title) in zip(axes, panels.items(), strict=True):
         results = report["measures"][measure]
         for name in next(iter(results.values())):
-            middles = [middle(measured[name]) for measured in results.values()]
+            summaries = [measured[name] for measured in results.values()]
             axis.errorbar(
-                list(results),
-                [median for median, _ in middles],
-                yerr=[spread for _, spread in middles],
+                [int(rows) for rows in results],
+                [one["median"] for one in summaries],
+                yerr=[one["spread"] for one in summaries],
                 label=name,
                 marker="o",
                 markersize=4,
@@ -462,7 +448,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
                 linestyle=":" if name == EMPTY else "-",
             )
         axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="us per refresh", title=title)
-        axis.set_xticks(list(results), [str(rows) for rows in results])
+        axis.set_xticks([int(rows) for rows in results], [str(rows) for rows in results])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[-1].legend(fontsize=8)
@@ -471,10 +457,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
         f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}", fontsize=9
     )
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "device": device or platform.machine(),
@@ -488,14 +474,12 @@ def machine() -> dict[str, str]:
 def check(contenders: list[Contender], rows_list: Iterable[int], device: str) -> None:
     """Every contender must give the reference's bits, or its time means nothing."""
     for rows in rows_list:
-        step = inputs(rows, device)
+        step = make_inputs(rows, device)
         lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
-        want = track_conv_indices.track_conv_indices_ref(
-            *lengths, rows=rows, chunk_size=CHUNK, window=WINDOW
-        )
+        want = ops.track_conv_indices_ref(*lengths, rows=rows, chunk_size=CHUNK, window=WINDOW)
         for contender in contenders:
             if contender.computes:
-                step = inputs(rows, device)
+                step = make_inputs(rows, device)
                 contender.make(step)()
                 if not torch.equal(step.out, want):
                     sys.exit(f"bench_refresh: {contender.name} is wrong at {rows} rows")
@@ -503,20 +487,21 @@ def check(contenders: list[Contender], rows_list: Iterable[int], device: str) ->
 
 def measure(
     contenders: list[Contender], kind: str, options: argparse.Namespace, device: str
-) -> dict[int, dict[str, list[float]]]:
+) -> dict[int, dict[str, Any]]:
     results = {}
     for rows in options.rows:
         timers = {
             contender.name: TIMERS[kind](
-                lambda make=contender.make, rows=rows: make(inputs(rows, device)), options.calls
+                lambda make=contender.make, rows=rows: make(make_inputs(rows, device)),
+                options.calls,
             )
             for contender in contenders
         }
-        results[rows] = in_turns(timers, options.rounds)
+        results[rows] = measure_in_turns(timers, options.rounds)
     return results
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -525,37 +510,42 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=200, help="calls in a graph, or in a loop")
     parser.add_argument("--new-sizes", type=int, default=200, help="batch sizes of first calls")
     parser.add_argument("--sglang-kernel", type=Path, metavar="FILE", help="its sconv_tracking.py")
-    parser.add_argument("--sweep", action="store_true", help="also other shapes of our kernel")
+    parser.add_argument("--record", type=Path, metavar="JSON", help="plot this record and end")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="a .svg or .png")
     return parser.parse_args()
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
+    if options.record:
+        if not options.plot:
+            sys.exit("bench_refresh: --record needs --plot")
+        plot(json.loads(options.record.read_text()), options.plot)
+        return
     console = Console(width=None if sys.stdout.isatty() else 220)
     gpu = torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
-    about = machine()
+    about = describe_machine()
     console.print(
         f"{about['device']}, torch {about['torch']}, triton {about['triton']}; chunk {CHUNK}, "
         f"window {WINDOW}, {options.rounds} rounds"
     )
 
     max_rows = max(*options.rows, 6 * options.new_sizes + 16)
-    methods, found = sglang_methods(max_rows)
-    rival = sglang_kernel(options.sglang_kernel) if gpu else None
+    methods, found = find_sglang_methods(max_rows)
+    rival = find_sglang_kernel(options.sglang_kernel) if gpu else None
     console.print(found)
     ours = OURS if gpu else "ours, torch path"
     contenders = [
-        function(ours, kernels.track_conv_indices),
-        function(CHAIN, track_conv_indices.track_conv_indices_ref),
+        make_function(ours, ops.track_conv_indices),
+        make_function(CHAIN, ops.track_conv_indices_ref),
         *methods,
     ]
     if rival:
         contenders.append(rival)
     if gpu:
-        contenders.append(empty())
+        contenders.append(make_empty())
     if not gpu:
         console.print(
             "No CUDA device: ours is the torch path here, SGLang's kernel and the empty one do not "
@@ -564,9 +554,9 @@ def main() -> None:
 
     report: dict[str, Any] = {"machine": about, "sglang": found, "measures": {}}
     if gpu:
-        report["first"] = first_calls(contenders, options.new_sizes, device)
+        report["first"] = measure_first_calls(contenders, options.new_sizes, device)
     check(contenders, options.rows, device)
-    console.print("Every contender gives the bits of windows.py.\n")
+    console.print("Every contender gives the bits of track_conv_indices_ref.\n")
 
     titles = {
         "graph": f"replayed CUDA graph of {options.calls} calls: us of device time per call",
@@ -575,25 +565,15 @@ def main() -> None:
     }
     for kind in TIMERS if gpu else ("host",):
         results = report["measures"][kind] = measure(contenders, kind, options, device)
-        console.print(figures_table(titles[kind], results, ours))
+        console.print(make_table(titles[kind], results, ours))
     if gpu:
-        console.print(first_table(report["first"], options.new_sizes))
-        for kind, title in (
-            ("graph", "our kernel with parts left out, replayed graph: us per call"),
-            ("host", "and through our launcher, eager: us of host time per call"),
-        ):
-            parts = ablations()
-            check(parts, options.rows, device)
-            if kind == "host":
-                parts = [part for part in parts if part.name in HOST_PARTS]
-            results = report[f"parts, {kind}"] = measure(parts, kind, options, device)
-            console.print(figures_table(title, results, "whole"))
-        if options.sweep:
-            results = report["shapes"] = measure(shapes(), "graph", options, device)
-            console.print(
-                figures_table("our kernel in other shapes, graph", results, "128 threads, 4 warps")
-            )
-        report["targets"] = targets(report, rival.name if rival else None)
+        console.print(make_first_table(report["first"], options.new_sizes))
+        parts = make_parts()
+        check(parts, options.rows, device)
+        results = report["parts, graph"] = measure(parts, "graph", options, device)
+        title = "our kernel with parts left out, replayed graph: us per call"
+        console.print(make_table(title, results, "whole"))
+        report["targets"] = judge_targets(report, rival.name if rival else None)
         for text, met in report["targets"]:
             console.print(f"[green]met     [/]{text}" if met else f"[red]not met [/]{text}")
 

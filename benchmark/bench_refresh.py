@@ -38,12 +38,13 @@ import time
 import timeit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# Both before their readers are imported: SGLang's class as it was published, and no kernel that an
-# earlier process compiled.
+# Set before SGLang and Triton are imported: SGLang's class stays as published, and no kernel comes
+# from an earlier process.
 os.environ["INKLING_SCONV"] = "off"
 _SCRATCH = tempfile.TemporaryDirectory(prefix="bench_refresh_")
 os.environ["TRITON_CACHE_DIR"] = str(Path(_SCRATCH.name) / "triton")
@@ -61,12 +62,15 @@ from summary import format_summary, summarize  # noqa: E402
 
 ROWS = (1, 8, 32, 160, 512)
 CHUNK, WINDOW, LENGTH = 128, 3, 200
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS, CHAIN, EMPTY = "ours, kernel", "torch chain", "empty kernel"
 OUR_METHOD = "ours, whole method"
 NOTHING = "nothing, same arguments"
 
 Call = Callable[[], Any]
 Timer = Callable[[], float]
+Results = dict[int, dict[str, dict[str, float]]]
+"""``{rows: {contender: summary}}``"""
 
 
 @dataclass(frozen=True)
@@ -78,25 +82,24 @@ class Contender:
     computes: bool = True
 
 
-def make_inputs(rows: int, device: str) -> SimpleNamespace:
+def make_inputs(rows: int) -> SimpleNamespace:
     """A live step of ``rows`` requests of 200 new tokens, some of them with a cached prefix."""
     prefix = [CHUNK * (r % 5) for r in range(rows)]
     tracked = [(p + LENGTH) // CHUNK * CHUNK for p in prefix]
     return SimpleNamespace(
         rows=rows,
-        device=device,
-        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device) * LENGTH,
-        track_seqlens=torch.tensor(tracked, dtype=torch.int64, device=device),
-        prefix_lens=torch.tensor(prefix, dtype=torch.int32, device=device),
-        out=torch.full((rows, WINDOW), -7, dtype=torch.int64, device=device),
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * LENGTH,
+        track_seqlens=torch.tensor(tracked, dtype=torch.int64, device=DEVICE),
+        prefix_lens=torch.tensor(prefix, dtype=torch.int32, device=DEVICE),
+        out=torch.full((rows, WINDOW), -7, dtype=torch.int64, device=DEVICE),
     )
 
 
 # --- contenders -----------------------------------------------------------------------------------
 
 
-def make_function(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
-    """A function with the signature of ``track_conv_indices_ref``."""
+def make_contender(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
+    """A contender that calls ``compute``, which has the signature of ``track_conv_indices``."""
 
     def make(step: SimpleNamespace) -> Call:
         lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
@@ -110,46 +113,33 @@ def make_method(name: str, cls: type, max_rows: int) -> Contender:
     """The refresh of a backend class, on the graph path with a live batch."""
 
     def make(step: SimpleNamespace) -> Call:
-        rig = probe.Rig(cls, max_rows=max_rows, window=WINDOW, chunk_size=CHUNK, device=step.device)
+        rig = probe.Rig(cls, max_rows=max_rows, window=WINDOW, chunk_size=CHUNK, device=DEVICE)
         batch = rig.make_batch("EXTEND", step.rows, mask=[True] * step.rows)
         batch.mamba_track_seqlens = step.track_seqlens
         batch.extend_prefix_lens = step.prefix_lens
         rig.backend.sconv_metadata.query_start_loc = step.query_start_loc
-        step.out = rig.backend._graph_track_conv_indices[: step.rows]
+        step.out = getattr(rig.backend, names.STATIC_INDICES)[: step.rows]
         refresh = getattr(rig.backend, names.REFRESH)
         return lambda: refresh(batch, True)
 
     return Contender(name, make)
 
 
-def find_sglang_methods(max_rows: int) -> tuple[list[Contender], str]:
-    """SGLang's own method and, on the same class, ours; and a line that says which SGLang."""
-    try:
-        module = importlib.import_module(names.BACKEND_MODULE)
-        import sglang
-    except ImportError as error:
-        return [], f"SGLang's own method left out: {error}"
+def find_methods(max_rows: int) -> tuple[list[Contender], str]:
+    """Ours and SGLang's own method, on SGLang's class; and a line that says which SGLang."""
+    module = importlib.import_module(names.BACKEND_MODULE)
     (cls, *_) = probe.find_backends(module)
-    own = vars(cls)[names.REFRESH]
-    if type(own) is not FunctionType or own.__globals__ is not vars(module):
-        sys.exit(f"bench_refresh: {names.REFRESH} is not SGLang's own here: {own}")
-    version = getattr(sglang, "__version__", "?")
+    release = f"SGLang {version('sglang')}"
 
     def alloc(self: Any) -> None:
         cls._alloc_graph_buffers(self)
         InklingSconvBackend._alloc_inert_tracking(self)
 
-    ours = type(
-        "Ours",
-        (cls,),
-        {
-            names.ALLOC_GRAPH_BUFFERS: alloc,
-            names.REFRESH: InklingSconvBackend._refresh_track_conv_indices,
-        },
-    )
-    own_name = f"SGLang {version}, its method"
-    found = f"SGLang {version}: {probe.classify(cls).state.value}, method as published"
-    return [make_method(OUR_METHOD, ours, max_rows), make_method(own_name, cls, max_rows)], found
+    refresh = InklingSconvBackend._refresh_track_conv_indices
+    ours = type("Ours", (cls,), {names.ALLOC_GRAPH_BUFFERS: alloc, names.REFRESH: refresh})
+    found = f"{release}: {probe.classify(cls).state.value}, method as published"
+    theirs = make_method(f"{release}, its method", cls, max_rows)
+    return [make_method(OUR_METHOD, ours, max_rows), theirs], found
 
 
 def find_sglang_kernel(path: Path | None) -> Contender | None:
@@ -163,10 +153,9 @@ def find_sglang_kernel(path: Path | None) -> Contender | None:
         except ImportError:
             return None
         name = "SGLang's kernel"
-    fill = module.fill_track_conv_indices
 
     def compute(query_start_loc, track_seqlens, prefix_lens, *, rows, chunk_size, window, out):
-        fill(
+        module.fill_track_conv_indices(
             query_start_loc=query_start_loc,
             track_seqlens=track_seqlens,
             prefix_lens=prefix_lens,
@@ -175,7 +164,7 @@ def find_sglang_kernel(path: Path | None) -> Contender | None:
             chunk_size=chunk_size,
         )
 
-    return make_function(name, compute)
+    return make_contender(name, compute)
 
 
 @triton.jit
@@ -183,54 +172,32 @@ def _empty_kernel():
     pass
 
 
-@triton.jit(
-    do_not_specialize=["query_start_loc", "track_seqlens", "prefix_lens", "out", "rows", "live"]
+EMPTY_CONTENDER = Contender(EMPTY, lambda _: lambda: _empty_kernel[(1,)](num_warps=1), False)
+
+
+# --- our kernel with parts left out ---------------------------------------------------------------
+
+_NO_LAST = (("tl.load(query_start_loc + rows)", "(rows * 512)"),)
+_NO_LENGTHS = tuple(
+    (f"tl.load({name} + row, mask=is_live, other=0)", f"tl.where(is_live, row * {factor}, 0)")
+    for name, factor in (("query_start_loc", 3), ("track_seqlens", 5), ("prefix_lens", 1))
 )
-def _nothing_kernel(
-    query_start_loc,
-    track_seqlens,
-    prefix_lens,
-    out,
-    rows,
-    live,
-    CHUNK: triton.language.constexpr,
-    WINDOW: triton.language.constexpr,
-    BLOCK: triton.language.constexpr,
-):
-    pass
-
-
-def make_empty() -> Contender:
-    return Contender(EMPTY, lambda step: lambda: _empty_kernel[(1,)](num_warps=1), computes=False)
-
-
-# --- our kernel with parts left out, or of another shape ------------------------------------------
-
-_START = "tl.load(query_start_loc + row, mask=is_live, other=0)"
-_TRACKED = "tl.load(track_seqlens + row, mask=is_live, other=0)"
-_PREFIX = "tl.load(prefix_lens + row, mask=is_live, other=0)"
-_TOKENS = "tl.load(query_start_loc + rows)"
-_CLAMP = "tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))"
-_NO_LAST = (_TOKENS, "(rows * 512)")
-_NO_LENGTHS = (
-    (_START, "tl.where(is_live, row * 3, 0)"),
-    (_TRACKED, "tl.where(is_live, row * 5, 0)"),
-    (_PREFIX, "tl.where(is_live, row, 0)"),
-)
-# A condition that the compiler cannot rule out, and that no step meets.
-_NO_STORE = ("mask=row < rows)", "mask=(row < rows) & (index == 0x7FFFFFF0))")
+# The compiler cannot rule out this condition, and no step meets it.
+_NO_STORE = (("mask=row < rows)", "mask=(row < rows) & (index == 0x7FFFFFF0))"),)
 _NO_ARITHMETIC = (
     ("index = start + aligned + (column - WINDOW)", "index = start + tracked"),
-    (_CLAMP, "index + tokens"),
+    ("tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))", "index + tokens"),
 )
-ABLATIONS = {
+_TOKENS = "        tokens = tl.load("
+PARTS = {
     "whole": (),
-    "no load of the last entry": (_NO_LAST,),
+    "no load of the last entry": _NO_LAST,
     "no loads of the lengths": _NO_LENGTHS,
-    "no loads": (_NO_LAST, *_NO_LENGTHS),
-    "no store": (_NO_STORE,),
+    "no loads": (*_NO_LAST, *_NO_LENGTHS),
+    "no store": _NO_STORE,
     "no arithmetic": _NO_ARITHMETIC,
-    "no loads, no store": (_NO_LAST, *_NO_LENGTHS, _NO_STORE),
+    "no loads, no store": (*_NO_LAST, *_NO_LENGTHS, *_NO_STORE),
+    NOTHING: ((_TOKENS, f"        return\n{_TOKENS}"),),
 }
 
 
@@ -243,36 +210,30 @@ def load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def edit_kernel(name: str, edits: Iterable[tuple[str, str]]) -> Contender:
-    """The shipped kernel with ``edits`` in its source, through the shipped launcher."""
-    text = Path(ops.__file__).read_text()
-    for old, new in edits:
-        if text.count(old) != 1:
-            sys.exit(f"bench_refresh: {name}: {text.count(old)} places of {old!r}")
-        text = text.replace(old, new)
-    path = Path(_SCRATCH.name) / f"part_{name.replace(' ', '_').replace(',', '')}.py"
-    path.write_text(text)
-    return make_function(name, load(path, path.stem).track_conv_indices, computes=False)
-
-
 def make_parts() -> list[Contender]:
-    nothing = load(Path(ops.__file__), "kernels_nothing")
-    nothing._track_conv_indices_kernel = _nothing_kernel
-    return [
-        *(edit_kernel(name, edits) for name, edits in ABLATIONS.items()),
-        make_function(NOTHING, nothing.track_conv_indices, computes=False),
-        make_empty(),
-    ]
+    """The shipped kernel with edits in its source, through the shipped launcher."""
+    parts = []
+    for number, (name, edits) in enumerate(PARTS.items()):
+        text = Path(ops.__file__).read_text()
+        for old, new in edits:
+            if text.count(old) != 1:
+                sys.exit(f"bench_refresh: {name}: {text.count(old)} places of {old!r}")
+            text = text.replace(old, new)
+        path = Path(_SCRATCH.name) / f"part_{number}.py"
+        path.write_text(text)
+        compute = load(path, path.stem).track_conv_indices
+        parts.append(make_contender(name, compute, computes=name == "whole"))
+    return [*parts, EMPTY_CONTENDER]
 
 
 # --- timers ---------------------------------------------------------------------------------------
 
 
 def time_graph(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
-    """Captures ``calls`` calls anew each time; microseconds of device time per call of a replay.
+    """Capture ``calls`` calls anew each time; give microseconds of device time per replayed call.
 
-    Where tensors and graphs lie moves a launch by up to a tenth, and stays the same for the life of
-    a capture: only new ones show it as spread.
+    The addresses of tensors and graphs move a launch by up to a tenth, and stay the same for the
+    life of a capture: only new captures show it as spread.
     """
     kept = []
 
@@ -331,33 +292,39 @@ def time_host(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
 TIMERS = {"graph": time_graph, "eager": time_eager, "host": time_host}
 
 
-def measure_in_turns(
-    timers: dict[str, Callable[[], float]], rounds: int
-) -> dict[str, dict[str, float]]:
-    """``{name: summary over the rounds}``; every round begins with another name."""
-    names = list(timers)
-    figures: dict[str, list[float]] = {name: [] for name in names}
-    for timer in timers.values():
-        timer()
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            figures[name].append(timers[name]())
-    return {name: summarize(values) for name, values in figures.items()}
+def measure(contenders: list[Contender], kind: str, options: argparse.Namespace) -> Results:
+    """Summaries of one measure; every round begins with another contender."""
+    results = {}
+    for rows in options.rows:
+        timers = {
+            contender.name: TIMERS[kind](
+                lambda make=contender.make, rows=rows: make(make_inputs(rows)),
+                options.calls,
+            )
+            for contender in contenders
+        }
+        order = list(timers)
+        figures: dict[str, list[float]] = {name: [] for name in order}
+        for timer in timers.values():
+            timer()
+        for turn in range(options.rounds):
+            first = turn % len(order)
+            for name in order[first:] + order[:first]:
+                figures[name].append(timers[name]())
+        results[rows] = {name: summarize(values) for name, values in figures.items()}
+    return results
 
 
-def measure_first_calls(
-    contenders: list[Contender], sizes: int, device: str
-) -> dict[str, dict[str, Any]]:
+def measure_first_calls(contenders: list[Contender], sizes: int) -> dict[str, dict[str, Any]]:
     """Seconds and compilations of one call at each of ``sizes`` sizes, new to this process."""
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
     results = {}
     for number, contender in enumerate(contenders):
-        # Sizes of its own: two contenders may share one kernel.
+        # No two contenders get the same size, as they may share a kernel.
         numbers = range(3 + number, 3 + number + sizes * len(contenders), len(contenders))
-        contender.make(make_inputs(2, device))()
-        calls = [contender.make(make_inputs(rows, device)) for rows in numbers]
+        contender.make(make_inputs(2))()
+        calls = [contender.make(make_inputs(rows)) for rows in numbers]
         torch.cuda.synchronize()
         start, before = time.perf_counter(), len(compiled)
         for call in calls:
@@ -372,75 +339,65 @@ def measure_first_calls(
 # --- report ---------------------------------------------------------------------------------------
 
 
-def make_table(title: str, results: dict[int, dict[str, Any]], base: str) -> Table:
-    """Contenders by batch sizes; in each cell the median, its spread, and times ``base``."""
+def make_table(title: str, results: Results, base: str) -> Table:
+    """Contenders by batch sizes; a cell has the median, its spread, and its ratio to ``base``."""
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for rows in results:
         table.add_column(f"{rows} rows", justify="right", no_wrap=True)
     for name in next(iter(results.values())):
-        cells = []
-        for measured in results.values():
-            ratio = measured[name]["median"] / measured[base]["median"]
-            cells.append(f"{format_summary(measured[name])} {ratio:5.2f}x")
-        table.add_row(name, *cells)
-    return table
-
-
-def make_first_table(results: dict[str, dict[str, Any]], sizes: int) -> Table:
-    table = Table(title=f"first calls at {sizes} new batch sizes", title_justify="left")
-    for heading in ("", "compilations", "seconds"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, result in results.items():
-        table.add_row(name, str(result["compilations"]), f"{result['seconds']:.2f}")
+        table.add_row(
+            name,
+            *(
+                f"{format_summary(of[name])} {of[name]['median'] / of[base]['median']:5.2f}x"
+                for of in results.values()
+            ),
+        )
     return table
 
 
 def judge_targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
-    """What was aimed at, and whether this run meets it."""
-    measures = report["measures"]
+    """Each target, with figures, and whether this run meets it."""
     found = []
-    for rows, graph in measures["graph"].items():
-        (ours, spread), chain = graph[OURS].values(), graph[CHAIN]["median"]
+    for rows, graph in report["measures"]["graph"].items():
+        ours, chain = graph[OURS], graph[CHAIN]["median"] / graph[OURS]["median"]
         if rival:
-            theirs, slack = graph[rival].values()
-            text = f"graph, {rows} rows: {ours:.3f} us, SGLang's kernel {theirs:.3f}"
-            found.append((text, ours <= theirs + spread + slack))
-        text = f"graph, {rows} rows: chain / ours = {chain / ours:.1f}, at least 9"
-        found.append((text, chain / ours >= 9))
-    for rows, host in measures["host"].items():
+            theirs = graph[rival]
+            most = theirs["median"] + theirs["spread"] + ours["spread"]
+            text = f"{ours['median']:.3f} us, SGLang's kernel {theirs['median']:.3f}"
+            found.append((f"graph, {rows} rows: {text}", ours["median"] <= most))
+        found.append((f"graph, {rows} rows: chain / ours = {chain:.1f}, at least 9", chain >= 9))
+    for rows, host in report["measures"]["host"].items():
         ours, floor = host[OURS]["median"], host[EMPTY]["median"]
-        text = f"host, {rows} rows: {ours:.1f} us, empty kernel {floor:.1f}, at most 5 more"
-        found.append((text, ours <= floor + 5))
+        text = f"host, {rows} rows: {ours:.1f} us"
+        found.append((f"{text}, empty kernel {floor:.1f}, at most 5 more", ours <= floor + 5))
         if rival:
             theirs = host[rival]["median"]
-            text = f"host, {rows} rows: {ours:.1f} us, SGLang's kernel {theirs:.1f}"
-            found.append((text, ours < theirs))
+            found.append((f"{text}, SGLang's kernel {theirs:.1f}", ours < theirs))
     count = report["first"][OURS]["compilations"]
-    found.append((f"{count} compilations at new batch sizes, none wanted", count == 0))
+    found.append((f"{count} compilations at new batch sizes, 0 wanted", count == 0))
     return found
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw the graph and host measures of a record, this run's or one read from JSON."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "inkling_sconv", "svg.fonttype": "none"})
-    import matplotlib.pyplot as plt
-
-    panels = {
-        "graph": "replayed CUDA graph, device time",
-        "host": "eager, host time",
-    }
-    figure, axes = plt.subplots(1, len(panels), figsize=(11, 4.2), sharex=True)
-    for axis, (measure, title) in zip(axes, panels.items(), strict=True):
-        results = report["measures"][measure]
+    # Text stays text, and two runs of one record give one file.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "inkling_sconv"})
+    panels = {"graph": "replayed CUDA graph, device time", "host": "eager, host time"}
+    figure = Figure(figsize=(11, 4.2))
+    axes = figure.subplots(1, len(panels), sharex=True)
+    for axis, (kind, title) in zip(axes, panels.items(), strict=True):
+        results = report["measures"][kind]
+        rows = [int(count) for count in results]
         for name in next(iter(results.values())):
-            summaries = [measured[name] for measured in results.values()]
+            summaries = [of[name] for of in results.values()]
             axis.errorbar(
-                [int(rows) for rows in results],
-                [one["median"] for one in summaries],
-                yerr=[one["spread"] for one in summaries],
+                rows,
+                [summary["median"] for summary in summaries],
+                yerr=[summary["spread"] for summary in summaries],
                 label=name,
                 marker="o",
                 markersize=4,
@@ -448,14 +405,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
                 linestyle=":" if name == EMPTY else "-",
             )
         axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="us per refresh", title=title)
-        axis.set_xticks([int(rows) for rows in results], [str(rows) for rows in results])
+        axis.set_xticks(rows, [str(count) for count in rows])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[-1].legend(fontsize=8)
-    machine = report["machine"]
-    figure.suptitle(
-        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}", fontsize=9
-    )
+    about = report["machine"]
+    line = f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
+    figure.suptitle(line, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -471,34 +427,16 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def check(contenders: list[Contender], rows_list: Iterable[int], device: str) -> None:
-    """Every contender must give the reference's bits, or its time means nothing."""
+def check(contenders: list[Contender], rows_list: Iterable[int]) -> None:
+    """Exit unless every contender gives the reference's bits: else its time means nothing."""
     for rows in rows_list:
-        step = make_inputs(rows, device)
-        lengths = (step.query_start_loc, step.track_seqlens, step.prefix_lens)
-        want = ops.track_conv_indices_ref(*lengths, rows=rows, chunk_size=CHUNK, window=WINDOW)
         for contender in contenders:
             if contender.computes:
-                step = make_inputs(rows, device)
+                step, want = make_inputs(rows), make_inputs(rows)
+                make_contender(CHAIN, ops.track_conv_indices_ref).make(want)()
                 contender.make(step)()
-                if not torch.equal(step.out, want):
+                if not torch.equal(step.out, want.out):
                     sys.exit(f"bench_refresh: {contender.name} is wrong at {rows} rows")
-
-
-def measure(
-    contenders: list[Contender], kind: str, options: argparse.Namespace, device: str
-) -> dict[int, dict[str, Any]]:
-    results = {}
-    for rows in options.rows:
-        timers = {
-            contender.name: TIMERS[kind](
-                lambda make=contender.make, rows=rows: make(make_inputs(rows, device)),
-                options.calls,
-            )
-            for contender in contenders
-        }
-        results[rows] = measure_in_turns(timers, options.rounds)
-    return results
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -524,39 +462,36 @@ def main() -> None:
         plot(json.loads(options.record.read_text()), options.plot)
         return
     console = Console(width=None if sys.stdout.isatty() else 220)
-    gpu = torch.cuda.is_available()
-    device = "cuda" if gpu else "cpu"
+    gpu = DEVICE == "cuda"
     about = describe_machine()
     console.print(
         f"{about['device']}, torch {about['torch']}, triton {about['triton']}; chunk {CHUNK}, "
         f"window {WINDOW}, {options.rounds} rounds"
     )
-
-    max_rows = max(*options.rows, 6 * options.new_sizes + 16)
-    methods, found = find_sglang_methods(max_rows)
-    rival = find_sglang_kernel(options.sglang_kernel) if gpu else None
+    methods, found = find_methods(max(*options.rows, 6 * options.new_sizes + 16))
     console.print(found)
-    ours = OURS if gpu else "ours, torch path"
+    ours = OURS if gpu else "ours, reference"
     contenders = [
-        make_function(ours, ops.track_conv_indices),
-        make_function(CHAIN, ops.track_conv_indices_ref),
+        make_contender(ours, ops.track_conv_indices),
+        make_contender(CHAIN, ops.track_conv_indices_ref),
         *methods,
     ]
+    rival = find_sglang_kernel(options.sglang_kernel) if gpu else None
     if rival:
         contenders.append(rival)
     if gpu:
-        contenders.append(make_empty())
-    if not gpu:
-        console.print(
-            "No CUDA device: ours is the torch path here, SGLang's kernel and the empty one do not "
-            "run; host time only."
-        )
+        contenders.append(EMPTY_CONTENDER)
+    else:
+        console.print("No CUDA device: the reference runs for ours; host time only, no plot.")
 
     report: dict[str, Any] = {"machine": about, "sglang": found, "measures": {}}
     if gpu:
-        report["first"] = measure_first_calls(contenders, options.new_sizes, device)
-    check(contenders, options.rows, device)
-    console.print("Every contender gives the bits of track_conv_indices_ref.\n")
+        report["first"] = measure_first_calls(contenders, options.new_sizes)
+    check(contenders, options.rows)
+    console.print(
+        "Every contender gives the reference's bits.\
+"
+    )
 
     titles = {
         "graph": f"replayed CUDA graph of {options.calls} calls: us of device time per call",
@@ -564,13 +499,15 @@ def main() -> None:
         "host": "eager: us of host time per call",
     }
     for kind in TIMERS if gpu else ("host",):
-        results = report["measures"][kind] = measure(contenders, kind, options, device)
+        results = report["measures"][kind] = measure(contenders, kind, options)
         console.print(make_table(titles[kind], results, ours))
     if gpu:
-        console.print(make_first_table(report["first"], options.new_sizes))
+        for name, first in report["first"].items():
+            about_first = f"{first['compilations']} compilations, {first['seconds']:.2f} s"
+            console.print(f"{options.new_sizes} new batch sizes, {name}: {about_first}")
         parts = make_parts()
-        check(parts, options.rows, device)
-        results = report["parts, graph"] = measure(parts, "graph", options, device)
+        check(parts, options.rows)
+        results = report["parts, graph"] = measure(parts, "graph", options)
         title = "our kernel with parts left out, replayed graph: us per call"
         console.print(make_table(title, results, "whole"))
         report["targets"] = judge_targets(report, rival.name if rival else None)
@@ -581,8 +518,6 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=1))
     if options.plot and gpu:
         plot(report, options.plot)
-    elif options.plot:
-        console.print("No plot without a GPU.")
 
 
 if __name__ == "__main__":

@@ -24,24 +24,19 @@ class Request(NamedTuple):
     new: int
     tracks: bool
 
-    @property
-    def track_seqlen(self) -> int:
-        return self.prefix + self.new if self.tracks else -1
 
-
-CHUNK, WINDOW, ROWS = 64, 3, 5  # the last row is padded
+CHUNK, WINDOW = 64, 3
 BATCH = [Request(128, 150, True), Request(64, 212, True), Request(512, 60, False)]
-BATCH += [Request(0, 90, True)]
+BATCH += [Request(0, 90, True)]  # and one padded row
 
 WIDTH, HEIGHT = 900, 690  # in points: pixels where the picture is 900 wide
-LEFT, RIGHT, PADDED = 166, 806, 847
-TOP, BOTTOM = 126, 162
+LEFT, RIGHT, PADDED, TOP, BOTTOM = 166, 806, 847, 126, 162
 INK, MUTED, RULE, TRACKED = "#1f2328", "#59636e", "#d1d9e0", "#c2410c"
 FILLS = ["#bcd7f5", "#c5e6c8", "#dfe3e8", "#dccff2"]
 MONO = "monospace"
 
-FIELDS = ["extend_prefix_lens", "mamba_track_seqlens", "tracked → floor to C"]
-FIELDS += ["mamba_track_mask", "track_conv_indices"]
+FIELDS = """extend_prefix_lens|mamba_track_seqlens|tracked → floor to C
+mamba_track_mask|track_conv_indices""".replace("\n", "|").split("|")
 NOTES = f"""\
 tracked window: the last W = {WINDOW} rows before the last complete chunk boundary of the step
 index[r, w] = clamp(query_start_loc[r] + floor(tracked / C) * C - W + w, 0, query_start_loc[-1] - 1)
@@ -49,17 +44,17 @@ Request 2 completes no chunk: indices clamped into the buffer, scatter masked of
 COLUMNS = {"pass": 24, "mamba_track_mask": 162, "extend_prefix_lens": 354, "the refresh": 534}
 # One paragraph a pass, one cell a column; a slash breaks the line.
 PASSES = """\
-warm-up/draft-extend | None → inert buffers are/put into the batch (all False) | None → zeros
+draft-extend/capture | None: the batch is left alone | not read
+| no indices: the draft's convolutions find/their slots in mamba_track_indices
+
+full prefill/warm-up | None → inert buffers are/put into the batch (all False) | None → zeros
 | fills the static index buffer, in bounds;/the scatter that reads it is masked off
 
-capture/same ForwardBatch | the inert mask, as warm-up/left it: no longer None
+full prefill/capture, same batch | the inert mask, as warm-up/left it: no longer None
 | still None → zeros/(mask not inert → raise)
 | the same again, at the same addresses:/its kernels and the scatter are recorded
 
-replay/draft-extend | inert, as recorded | not read
-| Python is not run: recorded kernels refill/the buffer; the scatter stays masked off
-
-replay/full prefill | live mask | live lengths
+full prefill/replay | live mask | live lengths
 | Python runs before the graph: real windows/in the same buffer, for the recorded scatter
 
 eager/no graph | live mask/(None → no indices, return) | live lengths/(None → raise)
@@ -78,18 +73,18 @@ def text(ax: Axes, x: float, y: float, words: str, **style: object) -> None:
 def draw_column(ax: Axes, x: float, values: list[object], color: str) -> None:
     """Draw one row of the batch as a column of ``FIELDS``, its indices in ``color``."""
     for line, value in enumerate(values):
-        style = {"color": color if line == len(FIELDS) - 1 else INK, "family": MONO, "size": 10.5}
-        text(ax, x, 214 + 21 * line, str(value), ha="center", **style)
+        own = color if line == len(FIELDS) - 1 else INK
+        text(ax, x, 214 + 21 * line, str(value), color=own, ha="center", family=MONO, size=10.5)
 
 
 def draw_batch(ax: Axes) -> None:
-    """Draw the token buffer, with the windows that ``track_conv_indices`` gives for it."""
-    starts = [sum(request.new for request in BATCH[:r]) for r in range(ROWS + 1)]
+    """Draw the token buffer, with the windows that ``track_conv_indices_ref`` gives for it."""
+    starts = [sum(request.new for request in BATCH[:r]) for r in (*range(len(BATCH) + 1), None)]
+    seqlens = [request.prefix + request.new if request.tracks else -1 for request in BATCH]
+    prefix_lens = [request.prefix for request in BATCH]
     indices = track_conv_indices_ref(
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor([request.track_seqlen for request in BATCH]),
-        torch.tensor([request.prefix for request in BATCH], dtype=torch.int32),
-        rows=ROWS,
+        *(torch.tensor(values) for values in (starts, seqlens, prefix_lens)),
+        rows=len(BATCH) + 1,
         chunk_size=CHUNK,
         window=WINDOW,
     ).tolist()
@@ -98,37 +93,36 @@ def draw_batch(ax: Axes) -> None:
     text(ax, 24, 31, "One step's token buffer, and the rows that become checkpoints", size=15)
     constants = f"C = mamba_cache_chunk_size = {CHUNK}    W = conv_kernel - 1 = {WINDOW}"
     text(ax, 24, 54, f"{constants}    tracked = mamba_track_seqlens - extend_prefix_lens")
-    for y, label in (
-        (94, "cached + new tokens"),
-        (110, "sequence position"),
-        (144, "token buffer"),
-    ):
+    for y, label in {
+        94: "cached + new tokens",
+        110: "sequence position",
+        144: "token buffer",
+    }.items():
         text(ax, 24, y, label, color=MUTED)
     text(ax, 24, 180, "query_start_loc", family=MONO, size=10.5)
     for line, label in enumerate(FIELDS):
         text(ax, 24, 214 + 21 * line, label, family=MONO, size=10.5)
         ax.plot([24, 876], [224.5 + 21 * line] * 2, color=RULE, lw=0.6)
 
-    for r, (request, fill) in enumerate(zip(BATCH, FILLS, strict=True)):
+    for r, (prefix, new, tracks) in enumerate(BATCH):
         x0, x1 = (LEFT + scale * start for start in starts[r : r + 2])
-        center, end = (x0 + x1) / 2, request.prefix + request.new
-        ax.add_patch(Rectangle((x0, TOP), x1 - x0, BOTTOM - TOP, fc=fill, ec="white"))
+        center, tracked = (x0 + x1) / 2, seqlens[r] - prefix
+        ax.add_patch(Rectangle((x0, TOP), x1 - x0, BOTTOM - TOP, fc=FILLS[r], ec="white"))
         text(ax, center, 80, f"request {r}", ha="center", weight="bold")
-        text(ax, center, 94, f"{request.prefix} + {request.new}", ha="center", color=MUTED)
-        text(ax, x0 + 2, 110, str(request.prefix), color=MUTED, size=10)
-        for position in range((request.prefix // CHUNK + 1) * CHUNK, end + 1, CHUNK):
-            x = x0 + scale * (position - request.prefix)
+        text(ax, center, 94, f"{prefix} + {new}", ha="center", color=MUTED)
+        text(ax, x0 + 2, 110, str(prefix), color=MUTED, size=10)
+        for position in range((prefix // CHUNK + 1) * CHUNK, prefix + new + 1, CHUNK):
+            x = x0 + scale * (position - prefix)
             ax.plot([x, x], [TOP - 7, BOTTOM], color=INK, lw=1)
             text(ax, x, 110, str(position), ha="center", size=10)
-        if request.tracks:
+        if tracks:
             corner = (LEFT + scale * indices[r][0], TOP)
             ax.add_patch(Rectangle(corner, scale * WINDOW, BOTTOM - TOP + 5, fc=TRACKED, lw=0))
-        tracked = request.track_seqlen - request.prefix
-        values = [request.prefix, request.track_seqlen, f"{tracked} → {tracked // CHUNK * CHUNK}"]
-        values += [request.tracks, indices[r]]
-        draw_column(ax, center, values, TRACKED if request.tracks else MUTED)
+        steps = f"{tracked} → {tracked // CHUNK * CHUNK}"
+        values = [prefix, seqlens[r], steps, tracks, indices[r]]
+        draw_column(ax, center, values, TRACKED if tracks else MUTED)
         text(ax, x0, 180, str(starts[r]), ha="center", family=MONO)
-    text(ax, PADDED, 80, f"row {ROWS - 1}", ha="center", weight="bold")
+    text(ax, PADDED, 80, f"row {len(BATCH)}", ha="center", weight="bold")
     text(ax, PADDED, 144, "padded\n0 tokens", ha="center", color=MUTED)
     for x in (RIGHT, PADDED):
         text(ax, x, 180, str(starts[-1]), ha="center", family=MONO)

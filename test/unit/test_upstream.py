@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import upstream
 from actions import REPOSITORY, GitHub
 from inkling_sconv.trees import watch
 
-ANSWER = watch.Answer(True, "SGLang 0.5.24 is exempt", "| a | b |", ()).as_dict()
+ANSWER = asdict(watch.Answer(True, "SGLang 0.5.24 is exempt", "| a | b |", ()))
 CHANGED = {**ANSWER, "title": "SGLang 0.5.25 is unknown"}
 ISSUES = f"repos/{REPOSITORY}/issues"
 OURS = {

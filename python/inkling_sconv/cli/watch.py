@@ -1,8 +1,7 @@
 """``inkling-sconv watch``."""
 
-from __future__ import annotations
-
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -29,5 +28,5 @@ def watch(
 
     with one_line_errors():
         answer = look_for_releases(lambda text: read_shape(text).value, print_progress, release)
-    print(json.dumps(answer.as_dict()) if as_json else f"{answer.title}\n\n{answer.body}")
+    print(json.dumps(asdict(answer)) if as_json else f"{answer.title}\n\n{answer.body}")
     raise typer.Exit(NEEDS_THE_FIX if answer.new else HEALTHY)

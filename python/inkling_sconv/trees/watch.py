@@ -3,15 +3,13 @@
 Only pip uses the network, with the index, proxies and certificates it is configured for.
 """
 
-from __future__ import annotations
-
-import json
+import contextlib
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +48,18 @@ class WatchError(UserError):
 
 @dataclass(frozen=True)
 class Release:
-    """A release's state as found and as in the table.
+    """A release: its ``state`` as found, and as ``known`` from the table.
 
-    A release that could not be run has the reason in ``why``, and its syntax tree's state in
-    ``static``.
+    ``why`` says why it could not be run; ``static`` is then the state by its syntax tree. It is
+    ``new`` if the table lacks it, or has another state for it.
     """
 
     version: str
     state: str
     known: str | None
+    new: bool
     why: str = ""
     static: str = ""
-
-    @property
-    def new(self) -> bool:
-        """Whether the table lacks the release, or has another state for it."""
-        return self.state != self.known
 
 
 @dataclass(frozen=True)
@@ -76,11 +70,6 @@ class Answer:
     title: str
     body: str
     releases: tuple[Release, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the answer for ``--json``."""
-        releases = [{**asdict(release), "new": release.new} for release in self.releases]
-        return {**asdict(self), "releases": releases}
 
 
 def look_for_releases(
@@ -93,23 +82,26 @@ def look_for_releases(
     Raises:
         WatchError: the index does not answer, or there is no such release.
     """
-
-    def examine(version: Version) -> Release:
-        return _examine_release(version, read_state, report_progress)
-
     newest_known = max(KNOWN, key=Version)
     if release is not None:
-        return _summarise([examine(_parse_version(release))], newest_known, asked=True)
-    found = list_versions()
-    newer = [version for version in found if version > Version(newest_known)]
-    if not newer:
-        newest = [
-            max((v for v in found if v.is_prerelease is candidate), default=None)
-            for candidate in (True, False)
-        ]
-        states = {str(v): KNOWN.get(str(v), "older than the table") for v in newest if v}
-        return _summarise([Release(v, state, state) for v, state in states.items()], newest_known)
-    return _summarise([examine(version) for version in sorted(newer)], newest_known)
+        try:
+            versions = [Version(release)]
+        except InvalidVersion:
+            raise WatchError(f"--release {release!r}: not a version, such as 0.5.23") from None
+    else:
+        found = list_versions()
+        versions = sorted(version for version in found if version > Version(newest_known))
+        if not versions:
+            body = f"The newest that pip finds is {max(found)}."
+            return Answer(False, f"No SGLang is newer than {newest_known}", body, ())
+    releases = tuple(_examine_release(v, read_state, report_progress) for v in versions)
+    last, new = releases[-1], any(release.new for release in releases)
+    if last.known is None:
+        table = f"{newest_known} was {KNOWN[newest_known]}"
+    else:
+        table = f"the table says {last.known}"
+    title = f"SGLang {last.version} is {last.state}; {table}"
+    return Answer(new, title, _format_body(releases, new), releases)
 
 
 def list_versions() -> list[Version]:
@@ -118,50 +110,31 @@ def list_versions() -> list[Version]:
     Raises:
         WatchError: pip finds no version, or fails.
     """
-    command = ("index", "versions", PACKAGE, "--pre")
-    done = _run_pip(*command, "--json", seconds=INDEX_SECONDS)
-    if done.returncode and "no such option: --json" in done.stderr:
-        done = _run_pip(*command, seconds=INDEX_SECONDS)
+    done = _run_pip("index", "versions", PACKAGE, "--pre", seconds=INDEX_SECONDS)
     if done.returncode:
         raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; ask pip by hand")
     return read_versions(done.stdout)
 
 
 def read_versions(answer: str) -> list[Version]:
-    """Read the versions in what ``pip index versions`` prints, as JSON or as text.
+    """Read the versions in what ``pip index versions`` prints.
 
     Old names that are no versions by today's rules are left out.
 
     Raises:
         WatchError: it prints no version.
     """
-    listed: Sequence[Any] = ()
-    if answer.lstrip().startswith("{"):
-        try:
-            listed = json.loads(answer).get("versions") or ()
-        except (ValueError, AttributeError):
-            listed = ()
-    elif line := re.search(r"^Available versions: (.+)$", answer, re.MULTILINE):
-        listed = line[1].split(",")
+    line = re.search(r"^Available versions: (.+)$", answer, re.MULTILINE)
     found = []
-    for text in listed:
-        try:
-            found.append(Version(str(text)))
-        except InvalidVersion:
-            continue
+    for text in line[1].split(",") if line else ():
+        with contextlib.suppress(InvalidVersion):
+            found.append(Version(text))
     if not found:
         raise WatchError(
             f"pip index versions {PACKAGE}: its answer names no version: {answer[:80]!r}; "
             "upgrade pip, or name one with --release"
         )
     return found
-
-
-def _parse_version(text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise WatchError(f"--release {text!r}: not a version; write it like 0.5.23") from None
 
 
 def examine_wheel(wheel: Path, read_state: ReadState) -> dict[str, Any]:
@@ -194,45 +167,21 @@ def _examine_release(
         done = _run_pip("download", *arguments, seconds=DOWNLOAD_SECONDS)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
+            problem = f"not downloaded ({_find_reason(done)}); try again later"
             if "No matching distribution" in done.stderr:
-                raise WatchError(
-                    f"{requirement}: pip finds no such release for this Python; "
+                problem = (
+                    "pip finds no such release for this Python; "
                     f"see: pip index versions {PACKAGE} --pre"
                 )
-            raise WatchError(
-                f"{requirement}: not downloaded ({_find_reason(done)}); try again later"
-            )
+            raise WatchError(f"{requirement}: {problem}")
         report_progress(f"{requirement}: running its class")
         report = examine_wheel(wheels[0], read_state)
-    return Release(
-        str(version),
-        report["state"],
-        KNOWN.get(str(version)),
-        _shorten(report.get("why", "")),
-        report.get("static", ""),
-    )
+    state, known = report["state"], KNOWN.get(str(version))
+    why = _shorten(report.get("why", ""))
+    return Release(str(version), state, known, state != known, why, report.get("static", ""))
 
 
-def _summarise(releases: list[Release], newest_known: str, asked: bool = False) -> Answer:
-    new = any(release.new for release in releases)
-    last = releases[-1]
-    if not new and asked:
-        title = f"SGLang {last.version} is {last.state}, as the table says"
-    elif not new:
-        title = f"No SGLang is newer than {newest_known}"
-    elif last.state == "unknown":
-        title = f"SGLang {last.version} is not recognised"
-    elif last.known is not None:
-        title = f"SGLang {last.version} is {last.state}; the table says {last.known}"
-    elif last.state != KNOWN[newest_known]:
-        was = KNOWN[newest_known]
-        title = f"SGLang {last.version} is {last.state}; {newest_known} was {was}"
-    else:
-        title = f"SGLang {last.version} is {last.state}, as {newest_known} was"
-    return Answer(new, title, _format_body(releases, new), tuple(releases))
-
-
-def _format_body(releases: list[Release], new: bool) -> str:
+def _format_body(releases: Sequence[Release], new: bool) -> str:
     lines = ["| SGLang | state | in the table | |", "|---|---|---|---|"]
     for release in releases:
         notes = []
@@ -243,9 +192,7 @@ def _format_body(releases: list[Release], new: bool) -> str:
             notes.append(f"from the syntax tree alone: {release.static}")
         cells = (release.version, release.state, release.known or "no", "; ".join(notes))
         lines.append(f"| {' | '.join(cells)} |")
-    if new:
-        lines += ["", _NEXT]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _NEXT] if new else lines)
 
 
 def _run_pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:

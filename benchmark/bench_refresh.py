@@ -31,7 +31,6 @@ import importlib.util
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -56,8 +55,6 @@ from inkling_sconv import names  # noqa: E402
 from inkling_sconv.ops import track_conv_indices as ops  # noqa: E402
 from inkling_sconv.plugin.backend import InklingSconvBackend  # noqa: E402
 from inkling_sconv.probe import backend as probe  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from summary import format_summary, summarize  # noqa: E402
 
 ROWS = (1, 8, 32, 160, 512)
@@ -65,10 +62,8 @@ CHUNK, WINDOW, LENGTH = 128, 3, 200
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS, CHAIN, EMPTY = "ours, kernel", "torch chain", "empty kernel"
 OUR_METHOD = "ours, whole method"
-NOTHING = "nothing, same arguments"
 
 Call = Callable[[], Any]
-Timer = Callable[[], float]
 Results = dict[int, dict[str, dict[str, float]]]
 """``{rows: {contender: summary}}``"""
 
@@ -197,7 +192,7 @@ PARTS = {
     "no store": _NO_STORE,
     "no arithmetic": _NO_ARITHMETIC,
     "no loads, no store": (*_NO_LAST, *_NO_LENGTHS, *_NO_STORE),
-    NOTHING: ((_TOKENS, f"        return\n{_TOKENS}"),),
+    "nothing, same arguments": ((_TOKENS, f"        return\n{_TOKENS}"),),
 }
 
 
@@ -240,11 +235,7 @@ def time_graph(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     def measure() -> float:
         call = fresh()
         kept.append(call)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.current_stream().wait_stream(stream)
+        call()  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
@@ -264,7 +255,7 @@ def time_eager(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     torch.cuda.synchronize()
     cycles = int(2e9 * (2 * host + 1e-4))
 
-    def once() -> float:
+    def measure() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(cycles)
         start.record()
@@ -274,7 +265,7 @@ def time_eager(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / calls
 
-    return lambda: statistics.median(once() for _ in range(3))
+    return measure
 
 
 def time_host(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
@@ -282,7 +273,7 @@ def time_host(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
     call = fresh()
 
     def measure() -> float:
-        if torch.cuda.is_available():
+        if DEVICE == "cuda":
             torch.cuda.synchronize()
         return timeit.timeit(call, number=calls) / calls * 1e6
 
@@ -297,11 +288,8 @@ def measure(contenders: list[Contender], kind: str, options: argparse.Namespace)
     results = {}
     for rows in options.rows:
         timers = {
-            contender.name: TIMERS[kind](
-                lambda make=contender.make, rows=rows: make(make_inputs(rows)),
-                options.calls,
-            )
-            for contender in contenders
+            one.name: TIMERS[kind](lambda one=one, n=rows: one.make(make_inputs(n)), options.calls)
+            for one in contenders
         }
         order = list(timers)
         figures: dict[str, list[float]] = {name: [] for name in order}
@@ -339,44 +327,35 @@ def measure_first_calls(contenders: list[Contender], sizes: int) -> dict[str, di
 # --- report ---------------------------------------------------------------------------------------
 
 
-def make_table(title: str, results: Results, base: str) -> Table:
+def print_table(title: str, results: Results, base: str) -> None:
     """Contenders by batch sizes; a cell has the median, its spread, and its ratio to ``base``."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for rows in results:
-        table.add_column(f"{rows} rows", justify="right", no_wrap=True)
+    print(f"\n{title}\n{'':46}" + "".join(f"{f'{rows} rows':>22}" for rows in results))
     for name in next(iter(results.values())):
-        table.add_row(
-            name,
-            *(
-                f"{format_summary(of[name])} {of[name]['median'] / of[base]['median']:5.2f}x"
-                for of in results.values()
-            ),
-        )
-    return table
+        ratios = (of[name]["median"] / of[base]["median"] for of in results.values())
+        cells = (format_summary(of[name]) for of in results.values())
+        row = (f"{cell:>14}{ratio:7.2f}x" for cell, ratio in zip(cells, ratios, strict=True))
+        print(f"{name:46}" + "".join(row))
 
 
 def judge_targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
     """Each target, with figures, and whether this run meets it."""
     found = []
     for rows, graph in report["measures"]["graph"].items():
-        ours, chain = graph[OURS], graph[CHAIN]["median"] / graph[OURS]["median"]
-        if rival:
-            theirs = graph[rival]
-            most = theirs["median"] + theirs["spread"] + ours["spread"]
-            text = f"{ours['median']:.3f} us, SGLang's kernel {theirs['median']:.3f}"
-            found.append((f"graph, {rows} rows: {text}", ours["median"] <= most))
-        found.append((f"graph, {rows} rows: chain / ours = {chain:.1f}, at least 9", chain >= 9))
-    for rows, host in report["measures"]["host"].items():
+        host = report["measures"]["host"][rows]
+        device, chain = graph[OURS]["median"], graph[CHAIN]["median"] / graph[OURS]["median"]
         ours, floor = host[OURS]["median"], host[EMPTY]["median"]
-        text = f"host, {rows} rows: {ours:.1f} us"
-        found.append((f"{text}, empty kernel {floor:.1f}, at most 5 more", ours <= floor + 5))
+        found.append((f"graph, {rows} rows: chain / ours = {chain:.1f}, at least 9", chain >= 9))
+        text = f"host, {rows} rows: {ours:.1f} us, empty kernel {floor:.1f}, at most 5 more"
+        found.append((text, ours <= floor + 5))
         if rival:
+            most = graph[rival]["median"] + graph[rival]["spread"] + graph[OURS]["spread"]
+            text = f"graph, {rows} rows: {device:.3f} us, SGLang's kernel and spreads {most:.3f}"
+            found.append((text, device <= most))
             theirs = host[rival]["median"]
-            found.append((f"{text}, SGLang's kernel {theirs:.1f}", ours < theirs))
+            text = f"host, {rows} rows: {ours:.1f} us, SGLang's kernel {theirs:.1f}"
+            found.append((text, ours < theirs))
     count = report["first"][OURS]["compilations"]
-    found.append((f"{count} compilations at new batch sizes, 0 wanted", count == 0))
-    return found
+    return [*found, (f"{count} compilations at new batch sizes, 0 wanted", count == 0)]
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -451,25 +430,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--record", type=Path, metavar="JSON", help="plot this record and end")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="a .svg or .png")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.record and not options.plot:
+        parser.error("--record needs --plot")
+    return options
 
 
 def main() -> None:
     options = parse_arguments()
     if options.record:
-        if not options.plot:
-            sys.exit("bench_refresh: --record needs --plot")
         plot(json.loads(options.record.read_text()), options.plot)
         return
-    console = Console(width=None if sys.stdout.isatty() else 220)
     gpu = DEVICE == "cuda"
     about = describe_machine()
-    console.print(
-        f"{about['device']}, torch {about['torch']}, triton {about['triton']}; chunk {CHUNK}, "
-        f"window {WINDOW}, {options.rounds} rounds"
-    )
     methods, found = find_methods(max(*options.rows, 6 * options.new_sizes + 16))
-    console.print(found)
+    print(*about.values(), found, sep=", ")
     ours = OURS if gpu else "ours, reference"
     contenders = [
         make_contender(ours, ops.track_conv_indices),
@@ -477,47 +452,34 @@ def main() -> None:
         *methods,
     ]
     rival = find_sglang_kernel(options.sglang_kernel) if gpu else None
-    if rival:
-        contenders.append(rival)
     if gpu:
-        contenders.append(EMPTY_CONTENDER)
+        contenders += [*filter(None, [rival]), EMPTY_CONTENDER]
     else:
-        console.print("No CUDA device: the reference runs for ours; host time only, no plot.")
+        print("No CUDA device: the reference runs for ours; host time only, no plot.")
 
     report: dict[str, Any] = {"machine": about, "sglang": found, "measures": {}}
     if gpu:
         report["first"] = measure_first_calls(contenders, options.new_sizes)
     check(contenders, options.rows)
-    console.print(
-        "Every contender gives the reference's bits.\
-"
-    )
-
-    titles = {
-        "graph": f"replayed CUDA graph of {options.calls} calls: us of device time per call",
-        "eager": "eager, host ahead: us of device time per call",
-        "host": "eager: us of host time per call",
-    }
+    print("Every contender gives the reference's bits.")
     for kind in TIMERS if gpu else ("host",):
         results = report["measures"][kind] = measure(contenders, kind, options)
-        console.print(make_table(titles[kind], results, ours))
+        print_table(f"{kind}: us per call", results, ours)
     if gpu:
-        for name, first in report["first"].items():
-            about_first = f"{first['compilations']} compilations, {first['seconds']:.2f} s"
-            console.print(f"{options.new_sizes} new batch sizes, {name}: {about_first}")
         parts = make_parts()
         check(parts, options.rows)
         results = report["parts, graph"] = measure(parts, "graph", options)
-        title = "our kernel with parts left out, replayed graph: us per call"
-        console.print(make_table(title, results, "whole"))
+        print_table("our kernel with parts left out, graph: us per call", results, "whole")
+        print(f"\nfirst calls at {options.new_sizes} new batch sizes")
+        for name, first in report["first"].items():
+            print(f"{name:46}{first['compilations']} compilations, {first['seconds']:.2f} s")
         report["targets"] = judge_targets(report, rival.name if rival else None)
         for text, met in report["targets"]:
-            console.print(f"[green]met     [/]{text}" if met else f"[red]not met [/]{text}")
-
+            print("met    " if met else "not met", text)
+        if options.plot:
+            plot(report, options.plot)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
-    if options.plot and gpu:
-        plot(report, options.plot)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 A command imports what it needs when it runs, so ``--help`` answers within a second.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

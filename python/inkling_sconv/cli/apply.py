@@ -1,7 +1,5 @@
 """``inkling-sconv apply``."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import sys

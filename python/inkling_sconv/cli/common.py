@@ -1,7 +1,5 @@
 """Arguments, exit codes and errors that several commands share."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``inkling-sconv doctor``."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """What ``apply``, ``export`` and ``revert`` share: the tree to edit, and the edit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from inkling_sconv.trees.tree import Tree, TreeError, open_tree

@@ -1,7 +1,5 @@
 """``inkling-sconv revert``."""
 
-from __future__ import annotations
-
 from inkling_sconv.cli.common import Editable, one_line_errors
 from inkling_sconv.cli.edit import open_editable
 

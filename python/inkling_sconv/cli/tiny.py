@@ -1,7 +1,5 @@
 """``inkling-sconv tiny``."""
 
-from __future__ import annotations
-
 import typer
 
 

@@ -1,7 +1,5 @@
 """``inkling-sconv verify``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

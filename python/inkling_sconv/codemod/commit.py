@@ -1,7 +1,5 @@
 """The edit as a commit: a mailbox patch, or a branch. Working tree and index stay as they are."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

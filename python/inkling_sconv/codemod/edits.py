@@ -1,7 +1,5 @@
 """Replacing nodes of a syntax tree. Code decides what to replace; this carries it out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

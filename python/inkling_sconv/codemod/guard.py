@@ -4,8 +4,6 @@ The file is rewritten as a syntax tree, so formatting, comments, names, line end
 stay the author's. An edit that is not known to be safe is refused. Nothing here writes a file.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

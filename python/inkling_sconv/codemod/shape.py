@@ -1,7 +1,5 @@
 """What the syntax tree of a file tells about its refresh. The file is not run, nor written."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """The guard taken out again: tests and benchmarks make the crashing fork of a release this way."""
 
-from __future__ import annotations
-
 import libcst as cst
 
 from inkling_sconv.codemod.edits import Edit, apply_edits

@@ -1,7 +1,5 @@
 """Copying the registered tests and a workflow into a fork's checkout."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The shape of the tiny Inkling: its ``config.json``, and the name and shape of every tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

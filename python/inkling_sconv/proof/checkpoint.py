@@ -24,8 +24,6 @@ prefill, the first accept length is then 2.5, or 1.3 with zeroed windows. An emu
 figures; docs/evidence.md has those of a server.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

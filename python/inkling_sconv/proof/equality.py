@@ -4,8 +4,6 @@ Logprobs are compared as the server sends them: its JSON keeps every bit of a do
 averaged.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

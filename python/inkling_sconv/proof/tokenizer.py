@@ -1,7 +1,5 @@
 """The tiny Inkling's tokenizer: byte-level BPE, made from scratch."""
 
-from __future__ import annotations
-
 import itertools
 import string
 from typing import Any

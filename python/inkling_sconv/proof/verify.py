@@ -1,7 +1,5 @@
 """Start one real server with MTP and CUDA graphs, and check that its state reuse is exact."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Sequence

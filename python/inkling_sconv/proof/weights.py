@@ -5,8 +5,6 @@ integers are scaled and rounded as IEEE 754 prescribes. So every machine gets th
 option changes only the tensors that it is about.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Examining a tree in a process of its own, which imports that tree's SGLang."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

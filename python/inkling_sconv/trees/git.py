@@ -1,7 +1,5 @@
 """Running git."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A copy of an SGLang tree in which one file has another text. All other files are links."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from inkling_sconv.trees.tree import Tree

@@ -4,8 +4,6 @@ The backup lies beside the file, or in the git directory of the checkout that tr
 on disk before the file changes: a crash at any point leaves the old file or the new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """One SGLang source tree: an installed package, a checkout, or an unpacked wheel."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import tempfile

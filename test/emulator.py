@@ -34,11 +34,7 @@ class Block:
         self.w = weights
         self.heads, self.dim = config["num_attention_heads"], config["head_dim"]
         self.kv_heads = config["num_key_value_heads"]
-        self.eps = 1e-6
         self.window = window
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return _rms_norm(x, self.w[f"{name}.weight"])
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return _round(x @ self.w[name].T)
@@ -55,7 +51,7 @@ class Block:
         """``x`` [rows, hidden] at positions from ``start`` on. KV of the first ``keep`` rows is
         left as it is in the cache."""
         rows = len(x)
-        h = self.norm(x, "attn_norm")
+        h = _rms_norm(x, self.w["attn_norm.weight"])
         q = self.linear(h, "attn.wq_du.weight").view(rows, self.heads, self.dim)
         k = self.conv(self.linear(h, "attn.wk_dv.weight"), "attn.k_sconv", state)
         v = self.conv(self.linear(h, "attn.wv_dv.weight"), "attn.v_sconv", state)
@@ -83,7 +79,7 @@ class Block:
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         out = self.linear(_round(mixed).reshape(rows, -1), "attn.wo_ud.weight")
         x = _round(x + self.conv(out, "attn_sconv", state))
-        out = self.mlp(self.norm(x, "mlp_norm"))
+        out = self.mlp(_rms_norm(x, self.w["mlp_norm.weight"]))
         return _round(x + self.conv(out, "mlp_sconv", state))
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
@@ -94,20 +90,18 @@ class Block:
         logits = h @ self.w["mlp.gate.weight"].T
         experts = len(self.w["mlp.gate.bias"])
         chosen = (logits[:, :experts].sigmoid() + self.w["mlp.gate.bias"]).topk(2).indices
-        gates = torch.cat((logits.gather(1, chosen), logits[:, experts:]), dim=1)
-        gates = F.logsigmoid(gates).softmax(-1) * self.w["mlp.gate.global_scale"]
-        out = torch.zeros_like(h)
-        w13 = torch.cat(
-            (self.w["mlp.experts.w13_weight"], self.w["mlp.shared_experts.shared_w13_weight"])
+        # The shared experts come last, and each row uses all of them.
+        shared = torch.arange(experts, logits.shape[1]).expand(len(h), -1)
+        used = torch.cat((chosen, shared), dim=1)
+        gates = F.logsigmoid(logits.gather(1, used)).softmax(-1) * self.w["mlp.gate.global_scale"]
+        gates = torch.zeros_like(logits).scatter(1, used, gates)
+        w13, w2 = (
+            torch.cat((self.w[f"mlp.experts.{w}"], self.w[f"mlp.shared_experts.shared_{w}"]))
+            for w in ("w13_weight", "w2_weight")
         )
-        w2 = torch.cat(
-            (self.w["mlp.experts.w2_weight"], self.w["mlp.shared_experts.shared_w2_weight"])
-        )
-        for row in range(len(h)):
-            for slot, expert in enumerate((*chosen[row].tolist(), *range(experts, len(w13)))):
-                z = w13[expert] @ h[row]
-                out[row] += gates[row, slot] * (w2[expert] @ (F.silu(z[::2]) * z[1::2]))
-        return _round(out)
+        z = torch.einsum("eih,rh->rei", w13, h)
+        outputs = torch.einsum("ehi,rei->reh", w2, F.silu(z[..., ::2]) * z[..., 1::2])
+        return _round(torch.einsum("re,reh->rh", gates, outputs))
 
 
 @dataclass
@@ -155,10 +149,13 @@ class Model:
         }
         return Block(weights, self.config, window)
 
+    def __deepcopy__(self, memo: object) -> Model:
+        """Copies of a request share the weights."""
+        return self
+
     def embed(self, tokens: list[int]) -> torch.Tensor:
-        return _rms_norm(
-            self.w["model.llm.embed.weight"][tokens], self.w["model.llm.embed_norm.weight"]
-        )
+        rows = self.w["model.llm.embed.weight"][tokens]
+        return _rms_norm(rows, self.w["model.llm.embed_norm.weight"])
 
     def target(self, tokens: list[int], states: list[State], start: int) -> torch.Tensor:
         x = self.embed(tokens)
@@ -167,13 +164,7 @@ class Model:
         return _rms_norm(x, self.w["model.llm.norm.weight"])
 
     def head(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        tokens: list[int],
-        state: State,
-        start: int,
-        keep: int = 0,
+        self, index: int, hidden: torch.Tensor, tokens: list[int], state: State, start: int, keep=0
     ) -> torch.Tensor:
         prefix = f"model.mtp.layers.{index}."
         h = _rms_norm(hidden, self.w[f"{prefix}hidden_norm.weight"])
@@ -184,18 +175,6 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return _round(hidden @ self.w["model.llm.unembed.weight"].T)
-
-
-@dataclass
-class Run:
-    """What a request gave: its tokens, and tokens per verification, the bonus token included."""
-
-    tokens: list[int]
-    accept_lens: list[int]
-
-    @property
-    def accept_length(self) -> float:
-        return sum(self.accept_lens) / len(self.accept_lens)
 
 
 class Request:
@@ -244,9 +223,8 @@ class Request:
         self._draft(predicted, hidden, accepted)
         for state in (*self.target, *self.draft):
             state.commit(accepted)
-        self.stash = (self.stash + list(zip(predicted, hidden, strict=True))[:accepted])[
-            -self.front :
-        ]
+        verified = list(zip(predicted, hidden, strict=True))[:accepted]
+        self.stash = (self.stash + verified)[-self.front :]
         self.length += accepted
         self.bonus = predicted[accepted - 1]
         return predicted[:accepted]
@@ -273,9 +251,11 @@ class Request:
             ids = [*ids[1:], ids[-1]]
             ids[last] = self.drafts[-1]
 
-    def run(self, new_tokens: int, *, zero_draft: bool = False) -> Run:
-        """Decode at least ``new_tokens``. ``zero_draft``: with the draft's conv windows zeroed
-        before every draft step."""
+    def run(self, new_tokens: int, *, zero_draft: bool = False) -> tuple[list[int], list[int]]:
+        """Decode at least ``new_tokens``: returns them, and how many each verification gave.
+
+        With ``zero_draft``, the draft's conv windows are zeroed before every draft step.
+        """
         tokens, lens = [self.bonus], []
         while len(tokens) < new_tokens:
             if zero_draft:
@@ -283,4 +263,4 @@ class Request:
             new = self.step()
             tokens += new
             lens.append(len(new))
-        return Run(tokens, lens)
+        return tokens, lens

@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,10 @@ from inkling_sconv.proof.architecture import (
 )
 from safetensors.torch import load_file
 
-FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
 WEIGHTS = "241a6e866920a5bb67c0dee7afdf4813d135cb2cbd15025ab387b3e6db9bcbe4"
 
 
@@ -71,10 +67,15 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_same_seed_gives_the_same_bytes_in_another_process(make, tmp_path, options):
     environment = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"}
     environment["PYTHONPATH"] = str(releases.ROOT / "python")
-    command = [sys.executable, "-m", "inkling_sconv.tiny", str(tmp_path / "out")]
+    # An empty directory is filled.
+    command = [sys.executable, "-m", "inkling_sconv.tiny", str(tmp_path)]
     subprocess.run([*command, *(["--moe"] if options else [])], env=environment, check=True)
-    for file in (tmp_path / "out").iterdir():
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == sorted(FILES)
+    assert sum(file.stat().st_size for file in files) < 64_000_000
+    for file in files:
         assert file.read_bytes() == (make(**options) / file.name).read_bytes(), file.name
+        assert stat.S_IMODE(file.stat().st_mode) & 0o444 == 0o444, file.name
 
 
 def test_the_weights_are_those_that_the_evidence_was_made_with(make):
@@ -90,32 +91,6 @@ def test_an_option_moves_no_weight_that_it_does_not_concern(make):
     assert all(torch.equal(four[name], five[name]) for name in four)
     fixed = {name for name in four if torch.equal(four[name], seeded[name])}
     assert all(n.endswith(("global_scale", ".embed_norm.weight")) for n in fixed)
-
-
-def test_weights_are_of_natural_size(make):
-    """Each matrix within a factor of ten of 1/sqrt(fan-in), norms near 1, no tap that vanishes."""
-    for name, tensor in load(make()).items():
-        assert tensor.dtype is torch.bfloat16
-        tensor = tensor.float()
-        assert tensor.isfinite().all(), name
-        if name.endswith(("norm.weight", "global_scale")):
-            assert ((tensor - 1).abs() < 0.2).all(), name
-        elif name.endswith("sconv.weight"):
-            assert 0.4 < tensor.std() < 0.6, name
-        elif name != "model.llm.embed.weight":
-            assert 0.09 < tensor.std() * tensor.shape[-1] ** 0.5 < 100, name
-
-
-@pytest.mark.parametrize("options", [{}, {"moe": True}, {"layers": 6, "mtp_heads": 4}], ids=str)
-def test_small_whole_and_quick(options, tmp_path):
-    begin = time.process_time()
-    # An empty directory is filled.
-    checkpoint.write_checkpoint(tmp_path, **options)
-    assert time.process_time() - begin < 3
-    files = {path.name: path.stat() for path in tmp_path.iterdir()}
-    assert files.keys() == FILES
-    assert sum(status.st_size for status in files.values()) < 64_000_000
-    assert all(stat.S_IMODE(status.st_mode) & 0o444 == 0o444 for status in files.values())
 
 
 @pytest.mark.parametrize(
@@ -156,20 +131,14 @@ def test_bad_options_give_one_line(arguments, says, tmp_path, capfd, monkeypatch
     moe=st.booleans(),
 )
 def test_any_options_are_refused_or_followed(layers, mtp_heads, local_layers, moe):
-    try:
-        config = make_config(layers, mtp_heads, local_layers, moe)
-    except OptionError as error:
-        assert "\n" not in str(error)
-        local, dense = set(local_layers), range(layers - moe)
-        assert (
-            layers < 2
-            or not 1 <= mtp_heads <= 8
-            or not local
-            or len(local) < len(local_layers)
-            or not local <= set(range(layers))
-            or local.issuperset(dense)
-        )
+    local = set(local_layers)
+    legal = layers >= 2 and 1 <= mtp_heads <= 8 and 0 < len(local) == len(local_layers)
+    legal = legal and local <= {*range(layers)} and not local.issuperset(range(layers - moe))
+    if not legal:
+        with pytest.raises(OptionError, match=r"^.+\Z"):
+            make_config(layers, mtp_heads, local_layers, moe)
         return
+    config = make_config(layers, mtp_heads, local_layers, moe)
     text = config["text_config"]
     assert text["num_hidden_layers"] == layers
     assert text["num_nextn_predict_layers"] == mtp_heads
@@ -197,17 +166,15 @@ def test_an_interrupted_write_leaves_nothing(exists, tmp_path, monkeypatch):
 @pytest.mark.parametrize("tree", ["0.5.17", "0.5.23"])
 def test_sglang_reads_every_tensor_once(tree, make, tmp_path):
     folders = (make(), make(moe=True))
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, read_checkpoint.__file__, *map(str, folders)],
-        env=releases.environment(
-            releases.release(tree), tree, XDG_CACHE_HOME=str(tmp_path), HF_HUB_OFFLINE="1"
-        ),
+        env=releases.environment(releases.release(tree), tree, **variables),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
-
     for folder in folders:
         used = set()
         for part, found in report["models"][str(folder)].items():
@@ -223,7 +190,7 @@ def test_sglang_reads_every_tensor_once(tree, make, tmp_path):
                 # Every element of every parameter is written.
                 "nan": [],
             }
-        assert used == set(load(folder))
+        assert used == set(load_file(folder / "model.safetensors"))
 
     assert report["tokenizer"].pop("largest") < END_OF_TEXT
     assert report["tokenizer"] == {
@@ -234,8 +201,9 @@ def test_sglang_reads_every_tensor_once(tree, make, tmp_path):
     }
     kl = report["kl"]
     assert kl["folder"].endswith({"0.5.17": ".longbench_cache", "0.5.23": "sglang/longbench"}[tree])
-    assert kl["default"][0] == 48 and 1500 <= kl["default"][1] < kl["default"][2] <= 4500
-    assert kl["few"][0] == 5 and 100 <= kl["few"][1] < kl["few"][2] <= 300
+    for name, count, shortest, longest in (("default", 48, 1500, 4500), ("few", 5, 100, 300)):
+        found = kl[name]
+        assert found[0] == count and shortest <= found[1] < found[2] <= longest
     assert kl["largest"] < END_OF_TEXT
 
 
@@ -317,8 +285,7 @@ def test_the_emulator_agrees_with_transformers(make, model):
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}], ids=str)
 def test_the_draft_is_worth_something(options, make, record_property):
-    model = emulator.Model(make(**options))
-    table, accepted = [], {}
+    model, accepted = emulator.Model(make(**options)), {}
     for name, fix, zero in (
         ("default", True, False),
         ("no boundary fix", False, False),
@@ -326,42 +293,31 @@ def test_the_draft_is_worth_something(options, make, record_property):
     ):
         request = emulator.Request(model, boundary_fix=fix)
         request.prefill(draw_prompt(100))
-        run = request.run(150, zero_draft=zero)
-        accepted[name], distinct = run.accept_length, len(set(run.tokens[:150]))
-        figures = f"accept length {run.accept_length:.2f}, {distinct} distinct tokens of 150"
-        table.append(f"{options} {name:35} {figures}")
-        assert distinct >= 100
-    record_property("table", "\n".join(table))
+        tokens, lens = request.run(150, zero_draft=zero)
+        assert len(set(tokens[:150])) >= 100, name
+        accepted[name] = sum(lens) / len(lens)
+    record_property("table", f"{options} accept length: {accepted}")
     assert accepted["default"] > 2.5 and accepted["no boundary fix"] > 2.5
     assert accepted["no boundary fix, draft conv zeroed"] < 1.5
 
 
 def test_a_wrong_draft_checkpoint_shows_right_after_a_prefix_hit(model, record_property):
-    """With the boundary fix, drafting reads conv windows from the pool after a hit, not later.
-
-    A head's row holds the token after it, so the window of a checkpoint is right for a prompt that
-    goes on like the one that made it, and not quite for one that branches off there.
-    """
-    table, hits = [], {}
-    for rows in (1, 2, 3):
-        lens: dict[str, list[int]] = {"kept": [], "zeroed": [], "branch": []}
+    """With the boundary fix, drafting reads conv windows from the pool after a hit, not later."""
+    for rows in (1, 2):
+        kept, zeroed = [], []
         for seed in range(10):
             cached = emulator.Request(model)
             tokens = draw_prompt(64 + rows, seed)
             cached.prefill(tokens, keep=64)
-            for name, first in lens.items():
-                request = copy.deepcopy(cached, {id(model): model})
-                if name == "zeroed":
+            for lens in (kept, zeroed):
+                request = copy.deepcopy(cached)
+                if lens is zeroed:
                     request.zero_draft_conv()
-                branch = draw_prompt(rows, 100 + seed)
-                request.prefill(branch if name == "branch" else tokens[64:])
-                first.append(len(request.step()))
-        hits[rows] = {name: sum(first) / len(first) for name, first in lens.items()}
-        figures = ", ".join(f"{name} {mean:.2f}" for name, mean in hits[rows].items())
-        table.append(f"first accept length, {rows} tokens after a hit: {figures}")
-    record_property("table", "\n".join(table))
-    for rows in (1, 2):
-        assert hits[rows]["kept"] > hits[rows]["zeroed"] + 0.7
+                request.prefill(tokens[64:])
+                lens.append(len(request.step()))
+        figures = f"kept {sum(kept) / len(kept):.2f}, zeroed {sum(zeroed) / len(zeroed):.2f}"
+        record_property("table", f"first accept length, {rows} tokens after a hit: {figures}")
+        assert sum(kept) > sum(zeroed) + 0.7 * len(kept)
 
 
 def test_one_wrong_row_in_any_conv_window_shows(model):

@@ -169,7 +169,9 @@ def list_decode_steps(release: str, record: dict[str, Any]) -> Iterator[tuple[st
                 launches, us = figures["launches"], figures["us"]
                 parts = [f"{launches[p]['median']:.0f}" for p in launches if p != "step"]
                 whole = f"{launches['step']['median']:.0f} ({', '.join(parts)})"
-                yield release, name, batch, whole, format_summary(us["step"], 1)
+                # GPU time of another run does not compare, so a record may lack it.
+                time = format_summary(us["step"], 1) if us else "-"
+                yield release, name, batch, whole, time
 
 
 def format_kernel_changes(record: dict[str, Any]) -> Iterator[str]:
@@ -374,7 +376,9 @@ def make_page() -> Iterator[str]:
             yield from format_kernel_changes(one)
             compared = sum(c["compared"] for c in one["comparisons"])
             differing = sum(c["differing"] for c in one["comparisons"])
-            yield f"{differing} of {compared} answers, steps and logprobs differ between them.\n"
+            yield f"{differing} of {compared} output tokens, steps and logprobs differ.\n"
+            if note := one.get("note"):
+                yield f"{note}\n"
     for release in list_releases():
         if mutants := [*list_mutants(release)]:
             yield f"## Wrong versions on {release}\n"
@@ -396,7 +400,10 @@ def make_page() -> Iterator[str]:
             yield from make_table(("", "figure"), list_soak(soak))
     yield "## Runs\n"
     yield from make_table(("SGLang", "class", "tests", "failed", "skipped", "seconds"), list_runs())
-    yield "Not measured: other GPUs than those above, several GPUs, releases without a column.\n"
+    yield (
+        "Not measured: other GPUs than those above, several GPUs, releases without a column,\n"
+        "contenders without a row. SGLang's own Inkling suites have no record yet.\n"
+    )
     yield "[#34043]: https://github.com/sgl-project/sglang/pull/34043"
     yield "[#35042]: https://github.com/sgl-project/sglang/pull/35042"
 

@@ -60,6 +60,7 @@ from summary import format_summary, summarize  # noqa: E402
 ROWS = (1, 8, 32, 160, 512)
 CHUNK, WINDOW, LENGTH = 128, 3, 200
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+synchronize = torch.cuda.synchronize if DEVICE == "cuda" else torch.cpu.synchronize
 OURS, CHAIN, EMPTY = "ours, kernel", "torch chain", "empty kernel"
 OUR_METHOD = "ours, whole method"
 
@@ -88,9 +89,6 @@ def make_inputs(rows: int) -> SimpleNamespace:
         prefix_lens=torch.tensor(prefix, dtype=torch.int32, device=DEVICE),
         out=torch.full((rows, WINDOW), -7, dtype=torch.int64, device=DEVICE),
     )
-
-
-# --- contenders -----------------------------------------------------------------------------------
 
 
 def make_contender(name: str, compute: Callable[..., Any], *, computes: bool = True) -> Contender:
@@ -169,9 +167,6 @@ def _empty_kernel():
 
 EMPTY_CONTENDER = Contender(EMPTY, lambda _: lambda: _empty_kernel[(1,)](num_warps=1), False)
 
-
-# --- our kernel with parts left out ---------------------------------------------------------------
-
 _NO_LAST = (("tl.load(query_start_loc + rows)", "(rows * 512)"),)
 _NO_LENGTHS = tuple(
     (f"tl.load({name} + row, mask=is_live, other=0)", f"tl.where(is_live, row * {factor}, 0)")
@@ -221,84 +216,57 @@ def make_parts() -> list[Contender]:
     return [*parts, EMPTY_CONTENDER]
 
 
-# --- timers ---------------------------------------------------------------------------------------
+def time_graph(call: Call, calls: int) -> float:
+    """Microseconds of device time per call in a replayed graph of ``calls`` calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    milliseconds = triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")
+    return milliseconds * 1e3 / calls
 
 
-def time_graph(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
-    """Capture ``calls`` calls anew each time; give microseconds of device time per replayed call.
-
-    The addresses of tensors and graphs move a launch by up to a tenth, and stay the same for the
-    life of a capture: only new captures show it as spread.
-    """
-    kept = []
-
-    def measure() -> float:
-        call = fresh()
-        kept.append(call)
-        call()  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        milliseconds = triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")
-        return milliseconds * 1e3 / calls
-
-    return measure
-
-
-def time_eager(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
+def time_eager(call: Call, calls: int) -> float:
     """Microseconds of device time per call, while the device always has the next launch waiting."""
-    call = fresh()
     # Deeper queues make the host wait; the chain is eleven or twelve launches a call.
     calls = min(calls, 40)
     host = timeit.timeit(call, number=calls)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    cycles = int(2e9 * (2 * host + 1e-4))
-
-    def measure() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(cycles)
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
-
-    return measure
+    torch.cuda._sleep(int(2e9 * (2 * host + 1e-4)))  # cycles, at about 2 GHz
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / calls
 
 
-def time_host(fresh: Callable[[], Call], calls: int) -> Callable[[], float]:
+def time_host(call: Call, calls: int) -> float:
     """Microseconds of host time per call. The device is faster than its host, so nothing waits."""
-    call = fresh()
-
-    def measure() -> float:
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        return timeit.timeit(call, number=calls) / calls * 1e6
-
-    return measure
+    synchronize()
+    return timeit.timeit(call, number=calls) / calls * 1e6
 
 
 TIMERS = {"graph": time_graph, "eager": time_eager, "host": time_host}
 
 
 def measure(contenders: list[Contender], kind: str, options: argparse.Namespace) -> Results:
-    """Summaries of one measure; every round begins with another contender."""
-    results = {}
+    """Summaries of one measure; every round begins with another contender.
+
+    The addresses of tensors and graphs move a launch by up to a tenth: only a new call with new
+    tensors in each round shows this as spread, so the tensors of earlier rounds are kept.
+    """
+    results, kept = {}, []
     for rows in options.rows:
-        timers = {
-            one.name: TIMERS[kind](lambda one=one, n=rows: one.make(make_inputs(n)), options.calls)
-            for one in contenders
-        }
-        order = list(timers)
-        figures: dict[str, list[float]] = {name: [] for name in order}
-        for timer in timers.values():
-            timer()
+        figures: dict[str, list[float]] = {one.name: [] for one in contenders}
         for turn in range(options.rounds):
-            first = turn % len(order)
-            for name in order[first:] + order[:first]:
-                figures[name].append(timers[name]())
+            first = turn % len(contenders)
+            for one in contenders[first:] + contenders[:first]:
+                call = one.make(make_inputs(rows))
+                call()  # compiles, in the first round
+                figures[one.name].append(TIMERS[kind](call, options.calls))
+                kept.append(call)
         results[rows] = {name: summarize(values) for name, values in figures.items()}
     return results
 
@@ -313,18 +281,15 @@ def measure_first_calls(contenders: list[Contender], sizes: int) -> dict[str, di
         numbers = range(3 + number, 3 + number + sizes * len(contenders), len(contenders))
         contender.make(make_inputs(2))()
         calls = [contender.make(make_inputs(rows)) for rows in numbers]
-        torch.cuda.synchronize()
+        synchronize()
         start, before = time.perf_counter(), len(compiled)
         for call in calls:
             call()
-        torch.cuda.synchronize()
+        synchronize()
         seconds = time.perf_counter() - start
         results[contender.name] = {"seconds": seconds, "compilations": len(compiled) - before}
     triton.knobs.runtime.jit_post_compile_hook = None
     return results
-
-
-# --- report ---------------------------------------------------------------------------------------
 
 
 def print_table(title: str, results: Results, base: str) -> None:

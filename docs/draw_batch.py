@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import torch
@@ -16,18 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-
-class Request(NamedTuple):
-    """One request of the step, in tokens. ``tracks`` is its entry of ``mamba_track_mask``."""
-
-    prefix: int
-    new: int
-    tracks: bool
-
-
 CHUNK, WINDOW = 64, 3
-BATCH = [Request(128, 150, True), Request(64, 212, True), Request(512, 60, False)]
-BATCH += [Request(0, 90, True)]  # and one padded row
+# Cached tokens, new tokens, and whether the request is tracked; one padded row comes after these.
+BATCH = [(128, 150, True), (64, 212, True), (512, 60, False), (0, 90, True)]
 
 WIDTH, HEIGHT = 900, 690  # in points: pixels where the picture is 900 wide
 LEFT, RIGHT, PADDED, TOP, BOTTOM = 166, 806, 847, 126, 162
@@ -35,8 +25,8 @@ INK, MUTED, RULE, TRACKED = "#1f2328", "#59636e", "#d1d9e0", "#c2410c"
 FILLS = ["#bcd7f5", "#c5e6c8", "#dfe3e8", "#dccff2"]
 MONO = "monospace"
 
-FIELDS = """extend_prefix_lens|mamba_track_seqlens|tracked → floor to C
-mamba_track_mask|track_conv_indices""".replace("\n", "|").split("|")
+FIELDS = ["extend_prefix_lens", "mamba_track_seqlens", "tracked → floor to C"]
+FIELDS += ["mamba_track_mask", "track_conv_indices"]
 NOTES = f"""\
 tracked window: the last W = {WINDOW} rows before the last complete chunk boundary of the step
 index[r, w] = clamp(query_start_loc[r] + floor(tracked / C) * C - W + w, 0, query_start_loc[-1] - 1)
@@ -79,9 +69,9 @@ def draw_column(ax: Axes, x: float, values: list[object], color: str) -> None:
 
 def draw_batch(ax: Axes) -> None:
     """Draw the token buffer, with the windows that ``track_conv_indices_ref`` gives for it."""
-    starts = [sum(request.new for request in BATCH[:r]) for r in (*range(len(BATCH) + 1), None)]
-    seqlens = [request.prefix + request.new if request.tracks else -1 for request in BATCH]
-    prefix_lens = [request.prefix for request in BATCH]
+    starts = [sum(new for _, new, _ in BATCH[:r]) for r in (*range(len(BATCH) + 1), None)]
+    seqlens = [prefix + new if tracks else -1 for prefix, new, tracks in BATCH]
+    prefix_lens = [prefix for prefix, _, _ in BATCH]
     indices = track_conv_indices_ref(
         *(torch.tensor(values) for values in (starts, seqlens, prefix_lens)),
         rows=len(BATCH) + 1,
@@ -93,11 +83,11 @@ def draw_batch(ax: Axes) -> None:
     text(ax, 24, 31, "One step's token buffer, and the rows that become checkpoints", size=15)
     constants = f"C = mamba_cache_chunk_size = {CHUNK}    W = conv_kernel - 1 = {WINDOW}"
     text(ax, 24, 54, f"{constants}    tracked = mamba_track_seqlens - extend_prefix_lens")
-    for y, label in {
-        94: "cached + new tokens",
-        110: "sequence position",
-        144: "token buffer",
-    }.items():
+    for label, y in (
+        ("cached + new tokens", 94),
+        ("sequence position", 110),
+        ("token buffer", 144),
+    ):
         text(ax, 24, y, label, color=MUTED)
     text(ax, 24, 180, "query_start_loc", family=MONO, size=10.5)
     for line, label in enumerate(FIELDS):

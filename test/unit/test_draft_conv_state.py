@@ -9,24 +9,16 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import kernel_tools
 import pytest
 import torch
 from drafts_steps import BATCHES, MIXED, Step, expected, run, steps
 from hypothesis import given, settings
 from inkling_sconv.ops import draft_conv_state
-from kernel_tools import (
-    CAREFUL,
-    DEVICES,
-    NO_GPU,
-    QUICK,
-    count_compilations,
-    find_survivors,
-    list_work,
-    load_copy,
-)
 
 pytest.importorskip("triton")
 
@@ -38,7 +30,7 @@ def assert_formula(function: Callable[..., None], step: Step, device: str = "cpu
     assert torch.equal(got, want), (step, (got != want).nonzero().tolist())
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=kernel_tools.DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -46,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def ops(device: str, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     folder = tmp_path_factory.mktemp("ops")
-    module = load_copy(draft_conv_state, folder, interpret=device == "cpu")
+    module = kernel_tools.load_copy(draft_conv_state, folder, interpret=device == "cpu")
     assert module._INTERPRETED is (device == "cpu")
     return module
 
@@ -62,7 +54,7 @@ def test_batches(ops, device, batch):
 
 def test_any_step(ops, device):
     # On a GPU, a step may be a compilation of its own.
-    @settings(CAREFUL, max_examples=200 if device == "cpu" else 40)
+    @settings(kernel_tools.CAREFUL, max_examples=200 if device == "cpu" else 40)
     @given(step=steps())
     def is_the_formula(step: Step) -> None:
         assert_formula(ops.update_draft_conv_state_ref, step)
@@ -87,7 +79,7 @@ def test_one_request_by_hand(ops, device, front, n, floats):
         assert kept == ([5, 6, 7] if n >= 2 else [0, 0, 0])
 
 
-@NO_GPU
+@kernel_tools.NO_GPU
 def test_replays_read_what_is_there_then():
     """One capture; accepted counts, lengths and slots are changed in place between replays."""
     floats = torch.bfloat16
@@ -202,7 +194,7 @@ def test_wrong_versions_are_caught(tmp_path, name, wrong):
     def check(ops: ModuleType) -> None:
         function = getattr(ops, name)
 
-        @QUICK
+        @kernel_tools.QUICK
         @given(step=steps())
         def is_the_formula(step: Step) -> None:
             assert_formula(function, step)
@@ -211,7 +203,7 @@ def test_wrong_versions_are_caught(tmp_path, name, wrong):
             assert_formula(function, batch)
         is_the_formula()
 
-    assert find_survivors(draft_conv_state, tmp_path, wrong, check) == []
+    assert kernel_tools.find_survivors(draft_conv_state, tmp_path, wrong, check) == []
 
 
 # ----------------------------------------------------------------------------------------- cost
@@ -230,13 +222,15 @@ NO_ROWS = Step([], [], [], [], 1)
 @pytest.mark.parametrize("batch", (*BATCHES, NO_ROWS), ids=[*range(len(BATCHES)), "no rows"])
 def test_one_launch_and_nothing_else(ops, device, batch):
     arguments = make_arguments(batch, device)
-    call = lambda: ops.update_draft_conv_state(**arguments)  # noqa: E731
-    assert list_work(ops, KERNEL, call, device) == [KERNEL] * (batch.rows > 0)
+    call = partial(ops.update_draft_conv_state, **arguments)
+    assert kernel_tools.list_work(ops, KERNEL, call, device) == [KERNEL] * (batch.rows > 0)
 
 
 def test_tensors_on_the_cpu_take_the_reference():
     function = draft_conv_state.update_draft_conv_state
-    work = list_work(draft_conv_state, KERNEL, lambda: assert_formula(function, MIXED), "cpu")
+    work = kernel_tools.list_work(
+        draft_conv_state, KERNEL, lambda: assert_formula(function, MIXED), "cpu"
+    )
     assert KERNEL not in work
 
 
@@ -277,15 +271,15 @@ def list_calls(
             assert tensor is not None
             buffer = torch.cat((tensor[: rows % 5], tensor)).to(device)
             arguments[name] = buffer[len(buffer) - rows :]
-        yield lambda arguments=arguments: ops.update_draft_conv_state(**arguments)
+        yield partial(ops.update_draft_conv_state, **arguments)
 
 
 def test_batch_sizes_are_one_compilation(device, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    ops = load_copy(draft_conv_state, tmp_path)
+    ops = kernel_tools.load_copy(draft_conv_state, tmp_path)
     live = (torch.int32, torch.int32, torch.int32, torch.int64)
     calls = list_calls(ops, live, range(1, 66), device)
-    assert count_compilations(ops, KERNEL, calls, device) == 1
+    assert kernel_tools.count_compilations(ops, KERNEL, calls, device) == 1
     others = (torch.int64, torch.int64, torch.int64, torch.int32)
     calls = list_calls(ops, others, range(1, 18), device)
-    assert count_compilations(ops, KERNEL, calls, device) == 2
+    assert kernel_tools.count_compilations(ops, KERNEL, calls, device) == 2

@@ -8,7 +8,7 @@ eager   device time of calls that the host launches one by one, ahead of the dev
 host    host time of an eager call
 
 ``first`` counts seconds and Triton compilations of the first calls at batch sizes never seen
-before. Without a GPU the script compares results and measures host time of the torch path.
+before. Without a GPU the script compares results and measures host time of the reference.
 
     python benchmark/bench_refresh.py --json out.json --plot out.svg
     python benchmark/bench_refresh.py --sglang-kernel .../sglang/kernels/ops/mamba/sconv_tracking.py
@@ -217,7 +217,11 @@ def make_parts() -> list[Contender]:
 
 
 def time_graph(call: Call, calls: int) -> float:
-    """Microseconds of device time per call in a replayed graph of ``calls`` calls."""
+    """Microseconds of device time per call in a replayed graph of ``calls`` calls.
+
+    Launches inside the graph count: most of a refresh is launch. CUPTI, which
+    ``flashinfer.testing.bench_gpu_time`` uses, leaves them out.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):

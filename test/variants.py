@@ -274,7 +274,6 @@ REFUSED: dict[str, tuple[str, Edit]] = {
     "unknown encoding": ("not Python", lambda text: "# coding: klingon\n" + text),
     "NUL bytes": ("not Python", append("\0")),
     "empty": ("no class here", lambda text: ""),
-    "10 MB": ("bytes", append("# padding\n" * 1_000_000)),
     "too deep": ("nested deeper", append("\nTOTAL = " + "+".join(["1"] * 20_000) + "\n")),
     "too deep in the method": ("nested deeper", insert("total = " + "+".join(["1"] * 1500))),
     "method of another name": ("no class here", lambda text: text.replace(REFRESH, "_windows")),

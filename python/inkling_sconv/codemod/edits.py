@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from inkling_sconv.codemod.shape import walk
-
 
 @dataclass(frozen=True)
 class Edit:
@@ -21,18 +19,9 @@ class Edit:
     after: tuple[cst.BaseStatement, ...] = ()
 
 
-def apply_edits(module: cst.Module, owner: cst.ClassDef, edits: Iterable[Edit]) -> cst.Module:
-    """``module`` with the edits made in the class ``owner``. All other nodes stay as they are."""
-    editor = _Editor({edit.old: edit for edit in edits})
-    if owner not in module.body:
-        return module.visit(editor)
-    # Visiting a node copies all below it, so only the statements with an edit are visited.
-    body = [
-        node.visit(editor) if any(inner in editor.edits for inner in walk(node)) else node
-        for node in owner.body.body
-    ]
-    changed = owner.with_changes(body=owner.body.with_changes(body=body))
-    return module.with_changes(body=[changed if node is owner else node for node in module.body])
+def apply_edits(module: cst.Module, edits: Iterable[Edit]) -> cst.Module:
+    """Return ``module`` with the edits made. All other nodes stay as they are."""
+    return module.visit(_Editor({edit.old: edit for edit in edits}))
 
 
 class _Editor(cst.CSTTransformer):

@@ -24,6 +24,7 @@ from inkling_sconv.codemod.shape import (
     find_methods,
     is_crashing,
     is_field,
+    is_name,
     list_bound_names,
     name_shape,
     names_field,
@@ -39,7 +40,7 @@ from inkling_sconv.names import (
     TRACK_SEQLENS,
 )
 
-INERT_FIELDS = "_inert_track_fields"
+INERT_FIELDS = {TRACK_MASK: ", dtype={torch}.bool", TRACK_INDICES: "", TRACK_SEQLENS: ""}
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,12 @@ def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None =
             f"{REFRESH} fills no inert track fields, so the guard alone would change nothing; "
             "--inert-fill adds them, and the prefill runner still leaves tracking out"
         )
-    result = module
+    edits: list[Edit] = []
     for method in filter(is_crashing, methods):
-        edits = [*_edit_guard(method)]
+        edits += _edit_guard(method)
         if shape is Shape.UNTRACKED:
             edits += _edit_inert_fill(method)
-        result = apply_edits(result, method.owner, edits)
-    return Rewrite(shape, _format_like(text, result.bytes, format_as))
+    return Rewrite(shape, _format_like(text, apply_edits(module, edits).bytes, format_as))
 
 
 def describe_by_hand(text: bytes) -> str:
@@ -96,9 +96,6 @@ def describe_by_hand(text: bytes) -> str:
         f"the inert fill, bind it to a local; where that local is None and {graph} is true, "
         f"set it to torch.zeros_like({batch}.{TRACK_SEQLENS}); use the local from there on."
     )
-
-
-# ------------------------------------------------------------------------------------ the guard
 
 
 def _edit_guard(method: RefreshMethod) -> Iterator[Edit]:
@@ -178,40 +175,30 @@ def _find_first_statement(method: RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNo
     return blocks[-1], min((path[below] for path in paths), key=method.order.__getitem__)
 
 
-# -------------------------------------------------------------------------- the inert track fields
-
-
 def _edit_inert_fill(method: RefreshMethod) -> Iterator[Edit]:
     """Keep the early return for eager batches; elsewhere fill inert fields, allocated once."""
     module, batch, torch = method.module, method.batch, _find_torch_name(method.module)
     early = _find_only(
         method.nodes, lambda node: _is_early_return(node, batch), "early return on no mask"
     )
-    fill = _parse_statements(
-        module,
-        "# A capture has to record the scatter: it gets fields that track nothing.\n"
-        f"for name, inert in {method.host}.{INERT_FIELDS}.items():\n"
-        f"    setattr({batch}, name, inert[: {batch}.batch_size])\n",
-    )
+    fill = "# A capture has to record the scatter: it gets fields that track nothing.\n"
+    for name in INERT_FIELDS:
+        fill += f"{batch}.{name} = {method.host}._inert_{name}[: {batch}.batch_size]\n"
     not_on_graph = cst.UnaryOperation(cst.Not(), cst.Name(method.graph))
     eager = cst.If(test=not_on_graph, body=early.body, orelse=None)  # type: ignore[attr-defined]
-    yield Edit(early, early.with_changes(body=cst.IndentedBlock([eager, *fill])))
+    yield Edit(
+        early, early.with_changes(body=cst.IndentedBlock([eager, *_parse_statements(module, fill)]))
+    )
 
     allocation = _find_only(
         [*walk(method.owner)], _allocates_indices, f"allocation of {STATIC_INDICES}"
     )
     host = next(node.value for node in walk(allocation) if isinstance(node, cst.Name))
-    rows = f"{host}.{STATIC_INDICES}[:, 0]"
-    fields = _parse_statements(
-        module,
-        "# Track fields for captures without tracking metadata: graphs read them, none writes.\n"
-        f"{host}.{INERT_FIELDS} = {{\n"
-        f'    "{TRACK_MASK}": {torch}.zeros_like({rows}, dtype={torch}.bool),\n'
-        f'    "{TRACK_INDICES}": {torch}.zeros_like({rows}),\n'
-        f'    "{TRACK_SEQLENS}": {torch}.zeros_like({rows}),\n'
-        "}\n",
-    )
-    yield Edit(allocation, allocation, after=fields)
+    fields = "# Track fields for captures without tracking metadata: graphs only read them.\n"
+    for name, kind in INERT_FIELDS.items():
+        like = f"{host}.{STATIC_INDICES}[:, 0]{kind.format(torch=torch)}"
+        fields += f"{host}._inert_{name} = {torch}.zeros_like({like})\n"
+    yield Edit(allocation, allocation, after=_parse_statements(module, fields))
 
 
 def _find_only(
@@ -225,25 +212,22 @@ def _find_only(
 
 def _is_early_return(node: cst.CSTNode, batch: str) -> bool:
     """Whether ``node`` is ``if BATCH.mamba_track_mask is None: ...; return``."""
-    if not isinstance(node, cst.If) or node.orelse is not None:
-        return False
-    test = node.test
     return (
-        compares_with_none(test, cst.Is)
-        and isinstance(test, cst.Comparison)
-        and is_field(test.left, batch, TRACK_MASK)
+        isinstance(node, cst.If)
+        and node.orelse is None
+        and compares_with_none(node.test, cst.Is)
+        and is_field(node.test.left, batch, TRACK_MASK)
         and ends_in_return(node)
     )
 
 
 def _allocates_indices(node: cst.CSTNode) -> bool:
-    if not isinstance(node, cst.SimpleStatementLine) or not isinstance(node.body[0], cst.Assign):
-        return False
-    targets = [target.target for target in node.body[0].targets]
-    return any(isinstance(t, cst.Attribute) and t.attr.value == STATIC_INDICES for t in targets)
-
-
-# ------------------------------------------------------------------------------------- the text
+    return isinstance(node, cst.SimpleStatementLine) and any(
+        isinstance(inner, cst.AssignTarget)
+        and isinstance(inner.target, cst.Attribute)
+        and is_name(inner.target.attr, STATIC_INDICES)
+        for inner in walk(node)
+    )
 
 
 def _find_torch_name(module: cst.Module) -> str:

@@ -6,7 +6,7 @@ import enum
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 # Neither libcst.matchers nor libcst.metadata: each takes as long to import as libcst itself.
 import libcst as cst
@@ -14,7 +14,6 @@ import libcst as cst
 from inkling_sconv.errors import UserError
 from inkling_sconv.names import EXTEND_PREFIX_LENS, REFRESH, TRACK_MASK
 
-MAX_BYTES = 1 << 20
 MAX_DEPTH = 200
 
 
@@ -36,7 +35,7 @@ def read_shape(text: bytes) -> Shape:
     """Tell the state of a file's refresh from its syntax tree alone.
 
     Raises:
-        RefusedError: the file is not Python, is too large, or is nested too deep.
+        RefusedError: the file is not Python, or is nested too deep.
     """
     return name_shape(find_methods(parse(text)))
 
@@ -90,8 +89,7 @@ class RefreshMethod:
         return [
             node
             for node in self.nodes
-            if isinstance(node, cst.Comparison)
-            and compares_with_none(node, cst.Is | cst.IsNot)
+            if compares_with_none(node, cst.Is | cst.IsNot)
             and (
                 is_field(node.left, self.batch, EXTEND_PREFIX_LENS)
                 or (self.local is not None and is_name(node.left, self.local))
@@ -107,8 +105,8 @@ class RefreshMethod:
             if isinstance(node, cst.If | cst.IfExp)
             and self._asks_for_missing_on_graph(node)
             and (isinstance(node, cst.IfExp) or self._binds_local(node.body))
-            # A guard inside the fill's branch is none: a second call on the same batch finds the
-            # mask filled, and skips that branch.
+            # A guard inside the fill's branch does not count: a second call on the same batch finds
+            # the mask filled, and skips that branch.
             and not any(
                 isinstance(outer, cst.If) and any(fill in walk(outer) for fill in self.fills)
                 for outer in self.trace_path(node)
@@ -138,16 +136,7 @@ class RefreshMethod:
         return [
             node
             for node in self.nodes
-            if (
-                isinstance(node, cst.AssignTarget) and is_field(node.target, self.batch, TRACK_MASK)
-            )
-            # ``apply --inert-fill`` writes a loop of setattr.
-            or (
-                isinstance(node, cst.Call)
-                and is_name(node.func, "setattr")
-                and node.args
-                and is_name(node.args[0].value, self.batch)
-            )
+            if isinstance(node, cst.AssignTarget) and is_field(node.target, self.batch, TRACK_MASK)
         ]
 
     @property
@@ -186,8 +175,6 @@ def parse(text: bytes) -> cst.Module:
     Raises:
         RefusedError: it is not Python, or its bytes could not be written back as they are.
     """
-    if len(text) > MAX_BYTES:
-        raise RefusedError(f"the file has {len(text)} bytes; this edits at most {MAX_BYTES}")
     _check_python(text)
     try:
         module = cst.parse_module(text)
@@ -202,22 +189,19 @@ def parse(text: bytes) -> cst.Module:
 
 def _check_python(text: bytes) -> None:
     """Refuse what would kill LibCST: its parser overflows the stack on deep expressions."""
-    deep = RefusedError(f"nested deeper than {MAX_DEPTH} levels")
+    too_deep = RefusedError(f"nested deeper than {MAX_DEPTH} levels")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            level: list[ast.AST] = [ast.parse(text)]
-    except SyntaxError as error:
-        place = "" if error.lineno is None else f" at line {error.lineno}"
-        raise RefusedError(f"not Python{place}: {error.msg}") from None
-    except ValueError as error:
+            level: list[ast.AST] = [ast.parse(text, "the file")]
+        for _ in range(MAX_DEPTH):
+            level = [child for node in level for child in ast.iter_child_nodes(node)]
+    except (SyntaxError, ValueError) as error:
         raise RefusedError(f"not Python: {error}") from None
     except (RecursionError, MemoryError):
-        raise deep from None
-    for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        raise too_deep from None
     if level:
-        raise deep
+        raise too_deep
 
 
 def walk(
@@ -263,7 +247,7 @@ def is_field(node: cst.CSTNode, owner: str, name: str) -> bool:
     )
 
 
-def compares_with_none(node: cst.CSTNode, operators: Any) -> bool:
+def compares_with_none(node: cst.CSTNode, operators: Any) -> TypeGuard[cst.Comparison]:
     """Whether ``node`` is ``X is None``, with one of these operators."""
     return (
         isinstance(node, cst.Comparison)

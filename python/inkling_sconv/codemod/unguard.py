@@ -8,7 +8,7 @@ from inkling_sconv.names import EXTEND_PREFIX_LENS, REFRESH
 
 
 def remove_guard(text: bytes) -> bytes:
-    """The file without the guard of its refresh, and without the local that the guard is for.
+    """Return the file without the guard of its refresh, and without the guard's local.
 
     Raises:
         RefusedError: there is not exactly one guard, or it is not an ``if`` on a local.
@@ -23,6 +23,4 @@ def remove_guard(text: bytes) -> bytes:
     field = cst.Attribute(cst.Name(method.batch), cst.Name(EXTEND_PREFIX_LENS))
     assert method.local is not None
     uses = [Edit(node, field) for node in method.nodes if is_name(node, method.local)]
-    return apply_edits(
-        module, method.owner, [*uses, Edit(guard, None), Edit(method.binding, None)]
-    ).bytes
+    return apply_edits(module, [*uses, Edit(guard, None), Edit(method.binding, None)]).bytes

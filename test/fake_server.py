@@ -75,10 +75,6 @@ def extend(tokens: Sequence[int], count: int) -> list[int]:
     return whole
 
 
-def count_per_step() -> int:
-    return 1 if has("accepts-less") else 2
-
-
 class Model:
     def __init__(self) -> None:
         self.cache: set[int] = set()
@@ -90,7 +86,7 @@ class Model:
             self.cache.clear()
 
     def answer(self, tokens: list[int], count: int, scored_from: int) -> dict[str, Any]:
-        whole = extend(tokens, count)
+        whole, step = extend(tokens, count), 1 if has("accepts-less") else 2
         prefixes, scores = [*hash_prefixes(whole)], score(whole)
         limit = len(tokens) - 1 if scored_from < 0 else min(scored_from, len(tokens) - 1)
         pages = range(PAGE, limit + 1, PAGE)
@@ -106,8 +102,8 @@ class Model:
             "completion_tokens": count,
             "finish_reason": {"type": "length", "length": count},
             "output_token_logprobs": entries[len(tokens) :],
-            "spec_verify_ct": -(-count // count_per_step()),
-            "spec_accept_histogram": [count % count_per_step(), count // count_per_step()],
+            "spec_verify_ct": -(-count // step),
+            "spec_accept_histogram": [count % step, count // step],
         }
         if scored_from >= 0:
             meta["input_token_logprobs"] = scored = entries[scored_from : len(tokens)]
@@ -124,26 +120,23 @@ class Model:
 
     def generate(self, body: dict[str, Any]) -> Any:
         self.calls += 1
-        count = body["sampling_params"]["max_new_tokens"]
+        count, prompts = body["sampling_params"]["max_new_tokens"], body["input_ids"]
         scored_from = body.get("logprob_start_len", -1)
-        if isinstance(body["input_ids"][0], int):
-            answers = [self.answer(body["input_ids"], count, scored_from)]
-            if has("aborts"):
-                answers[0]["meta_info"]["finish_reason"] = {"type": "abort"}
-            return self.spoil(answers)[0]
-        if self.profile:
-            self.write_trace(len(body["input_ids"]))
-        answers = [self.answer(ids, count, scored_from) for ids in body["input_ids"]]
+        is_single = isinstance(prompts[0], int)
+        if self.profile and not is_single:
+            self.write_trace(len(prompts))
+        answers = [
+            self.answer(ids, count, scored_from) for ids in ([prompts] if is_single else prompts)
+        ]
+        if has("aborts"):
+            answers[0]["meta_info"]["finish_reason"] = {"type": "abort"}
         if has("one-ulp") and scored_from == 0:
             move_by_one_ulp(answers[-1]["meta_info"]["input_token_logprobs"][-1])
-        return self.spoil(answers)
-
-    def spoil(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, is_edit, value = fault.partition("=")
         if is_edit and path:
             with contextlib.suppress(LookupError, TypeError):
                 put(answers[-1], path.split("/"), value)
-        return answers
+        return answers[0] if is_single else answers
 
     def write_trace(self, batch: int) -> None:
         """As SGLang does it with ``profile_by_stage``, in the middle of a generation."""
@@ -343,7 +336,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.stream(body["input_ids"], count, body.get("rid", ""))
                 return None
             if BUSY.on:
-                time.sleep(0.002)
+                time.sleep(0.005)
             answer = self.model.generate(body)
         return self.send(200, json.dumps(answer))
 
@@ -351,7 +344,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         whole = self.model.answer(tokens, count, -1)
-        ends = [*range(count_per_step(), count, count_per_step()), count]
+        per_step = 1 if has("accepts-less") else 2
+        ends = [*range(per_step, count, per_step), count]
         for step, end in enumerate(ends):
             if step == 3 and has("dies-mid-stream"):
                 die("CUDA error: device-side assert triggered")

@@ -7,7 +7,6 @@ complaints, one line each: an empty list is a pass.
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import queue
@@ -60,17 +59,10 @@ POOLS = {"full": "kv", "swa": "swa", "mamba": "mamba"}
 Tokens = tuple[int, ...]
 
 
-class End(str, enum.Enum):
-    """How a request ended, as its client saw it."""
-
-    WHOLE = "whole"
-    ABORTED = "aborted"
-    CLOSED = "closed"
-    FAILED = "failed"
-
-
-END_OF = {"length": End.WHOLE, "stop": End.WHOLE, "abort": End.ABORTED}
-"""By ``finish_reason`` of an answer."""
+END_OF = {"length": "whole", "stop": "whole", "abort": "aborted"}
+"""How a request ended, by ``finish_reason`` of its answer."""
+ENDS = ("whole", "aborted", "closed", "failed")
+"""How a request may end, as its client sees it: "closed" is by the client, "failed" an error."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Outcome:
     shape: str
     ids: Tokens
     new_tokens: int
-    end: End
+    end: str
     tokens: Tokens = ()
     cached: int = 0
     answer: dict[str, Any] | None = field(default=None, repr=False)
@@ -148,10 +140,7 @@ class Killed:
     @property
     def cut_off(self) -> list[Outcome]:
         """The requests that got no answer."""
-        return [outcome for outcome in self.outcomes if outcome.end is End.FAILED]
-
-
-# --- the plan ------------------------------------------------------------------------------------
+        return [outcome for outcome in self.outcomes if outcome.end == "failed"]
 
 
 class Planner:
@@ -181,13 +170,11 @@ class Planner:
         if shape == "page crossed":
             length = PAGE * draw.randint(1, 3) - draw.randint(1, 12)
             return [(text(length, length), draw.randint(16, 32))]
-        if shape == "long":
-            return [(text(800, 2000), new)]
         if shape == "repeated":
             return [draw.choice(self.repeated)]
         if shape.startswith("aborted"):
             return [(text(1, 300), draw.randint(64, 96))]
-        return [(text(1, 400), new)]
+        return [(text(800, 2000) if shape == "long" else text(1, 400), new)]
 
     def draw_job(self, shape: str) -> Job:
         aborted = shape.startswith("aborted")
@@ -207,9 +194,8 @@ class Planner:
             mixed.append(Job("closed", ((self.draw_text(100, 100), CLOSED_TOKENS),), streamed=True))
         rest = size - len(wave) - len(mixed)
         for shape, share in SHARES.items():
-            turns = TURNS if shape == "conversation" else 1
-            count = max(1, round(rest * share / turns))
-            mixed += [self.draw_job(shape) for _ in range(count)]
+            count = round(rest * share / (TURNS if shape == "conversation" else 1))
+            mixed += [self.draw_job(shape) for _ in range(max(1, count))]
         left = size - len(wave) - sum(len(job.turns) for job in mixed)
         if left < 1:
             raise ValueError(f"a round of {size} requests does not hold every shape")
@@ -224,9 +210,6 @@ def plan_rounds(total: int, vocabulary: int, seed: int, size: int = ROUND) -> li
     rounds = max(1, round(total / size))
     ends = [total * number // rounds for number in range(rounds + 1)]
     return [planner.draw_round(ends[n + 1] - ends[n], n) for n in range(rounds)]
-
-
-# --- the clients ---------------------------------------------------------------------------------
 
 
 class Clients:
@@ -271,10 +254,10 @@ class Clients:
             try:
                 outcome = self._request(job, ids, new_tokens, rid)
             except ServerError as error:
-                error_line = f"{job.shape} {rid}: {error}"
-                outcome = Outcome(job.shape, ids, new_tokens, End.FAILED, error=error_line)
+                line = f"{job.shape} {rid}: {error}"
+                outcome = Outcome(job.shape, ids, new_tokens, "failed", error=line)
             self.outcomes.append(outcome)
-            if outcome.end is End.FAILED:
+            if outcome.end == "failed":
                 return False
             ids = (*ids, *outcome.tokens)
         return True
@@ -289,15 +272,14 @@ class Clients:
             tokens, meta = answer.get("output_ids") or [], answer["meta_info"]
             if not all(type(token) is int for token in tokens):
                 raise TypeError("output_ids")
-            end = END_OF[meta["finish_reason"]["type"]] if job.shape != "closed" else End.CLOSED
+            end = END_OF[meta["finish_reason"]["type"]] if job.shape != "closed" else "closed"
             cached = meta.get("cached_tokens", 0)
         except (LookupError, TypeError, AttributeError) as error:
-            raise self.server.make_error(
-                f"not an answer ({error!r}): {str(answer)[:200]}"
-            ) from None
-        if end is End.ABORTED and not job.shape.startswith("aborted"):
+            what = f"not an answer ({error!r}): {str(answer)[:200]}"
+            raise self.server.make_error(what) from None
+        if end == "aborted" and not job.shape.startswith("aborted"):
             raise self.server.make_error(f"aborted, unasked: {meta['finish_reason']}")
-        if end is End.WHOLE and len(tokens) != new_tokens:
+        if end == "whole" and len(tokens) != new_tokens:
             raise self.server.make_error(f"{len(tokens)} tokens of {new_tokens}")
         kept = answer if job.scored else None
         return Outcome(job.shape, ids, new_tokens, end, tuple(tokens), cached, kept)
@@ -323,26 +305,22 @@ class Clients:
             self.server.post("/abort_request", {"rid": rid})
 
 
-# --- the soak ------------------------------------------------------------------------------------
-
-
 def read_counters(server: Server) -> Counters:
     """The pools and the queue, as a server with ``--enable-metrics`` last published them.
 
     Raises:
         ServerError: no answer, or a gauge is missing.
     """
-    found: dict[str, float] = {}
+    gauges: Counter[str] = Counter()
     for family in text_string_to_metric_families(server.get("/metrics")):
         for sample in family.samples:
-            name = sample.name.removeprefix("sglang:")
-            found[name] = found.get(name, 0) + sample.value
+            gauges[sample.name.removeprefix("sglang:")] += sample.value
 
     def read_gauge(name: str) -> int:
-        if name not in found:
+        if name not in gauges:
             raise server.make_error(f"/metrics: no sglang:{name}")
         # Converted here, since other gauges may be NaN.
-        return int(found[name])
+        return int(gauges[name])
 
     kinds = [kind.name for kind in fields(Pool)]
     pools = {
@@ -358,11 +336,9 @@ def settle(server: Server, vocabulary: int, seconds: float = SETTLE_SECONDS) -> 
     # 30 s. A decode step shows one. SGLang logs one step of several; 48 tokens are enough steps.
     server.generate([[vocabulary // 2]], 48)
     deadline = time.monotonic() + seconds
-    while True:
-        counters = read_counters(server)
-        if counters.idle or time.monotonic() > deadline:
-            return counters
+    while not (counters := read_counters(server)).idle and time.monotonic() < deadline:
         time.sleep(0.05)
+    return counters
 
 
 def soak(
@@ -422,35 +398,25 @@ def kill(server: Server, jobs: Sequence[Job], after: int, bound: float) -> Kille
     for thread in threads:
         thread.join(max(0.0, killed_at + bound - time.monotonic()))
     outcomes, seconds = [*clients.outcomes], time.monotonic() - killed_at
-    ended = None
-    while ended is None and time.monotonic() < killed_at + seconds + bound:
-        if not server.list_processes():
-            ended = time.monotonic() - killed_at
+    deadline = killed_at + seconds + bound
+    while server.list_processes() and time.monotonic() < deadline:
         time.sleep(0.1)
+    ended = None if server.list_processes() else time.monotonic() - killed_at
     return Killed(outcomes, seconds, ended)
-
-
-# --- the checks ----------------------------------------------------------------------------------
 
 
 def list_failures(outcomes: Sequence[Outcome]) -> list[str]:
     """Requests that got no right answer."""
-    return [outcome.error for outcome in outcomes if outcome.end is End.FAILED]
+    return [outcome.error for outcome in outcomes if outcome.end == "failed"]
 
 
 def find_missing(outcomes: Sequence[Outcome], total: int) -> list[str]:
     """What the load lacked: requests, shapes, aborts, prefix hits, answers with logprobs."""
-    seen = Counter(key for o in outcomes for key in (o.shape, (o.shape, o.end.value)))
+    seen = Counter(key for o in outcomes for key in (o.shape, (o.shape, o.end)))
     seen.update((o.shape, "with a prefix hit") for o in outcomes if o.cached)
-    wanted = (
-        *SHAPES,
-        ("aborted", "aborted"),
-        ("aborted in the queue", "aborted"),
-        ("closed", "closed"),
-        ("wave", "whole"),
-        ("shared prefix", "with a prefix hit"),
-        ("conversation", "with a prefix hit"),
-    )
+    hits = ((shape, "with a prefix hit") for shape in ("shared prefix", "conversation"))
+    aborts = ((shape, "aborted") for shape in ("aborted", "aborted in the queue"))
+    wanted = (*SHAPES, *aborts, ("closed", "closed"), ("wave", "whole"), *hits)
     complaints = [f"the load had no request {key}" for key in wanted if not seen[key]]
     if len(outcomes) != total:
         complaints.append(f"the load had {len(outcomes)} requests, not {total}")
@@ -459,14 +425,14 @@ def find_missing(outcomes: Sequence[Outcome], total: int) -> list[str]:
 
 def select_scored(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The whole answers that have logprobs."""
-    return [o for o in outcomes if o.answer is not None and o.end is End.WHOLE]
+    return [o for o in outcomes if o.answer is not None and o.end == "whole"]
 
 
 def group_repeated(outcomes: Sequence[Outcome]) -> dict[Tokens, list[Outcome]]:
     """Whole answers by prompt, of the prompts that were answered more than once."""
     by_prompt: dict[Tokens, list[Outcome]] = {}
     for outcome in outcomes:
-        if outcome.end is End.WHOLE:
+        if outcome.end == "whole":
             by_prompt.setdefault(outcome.ids, []).append(outcome)
     return {ids: answers for ids, answers in by_prompt.items() if len(answers) > 1}
 
@@ -477,8 +443,7 @@ def find_disagreements(outcomes: Sequence[Outcome]) -> list[str]:
     complaints = [] if again else ["no prompt was answered twice"]
     for ids, answers in again.items():
         longest = max((answer.tokens for answer in answers), key=len)
-        others = sum(answer.tokens != longest[: len(answer.tokens)] for answer in answers)
-        if others:
+        if others := sum(answer.tokens != longest[: len(answer.tokens)] for answer in answers):
             what = f"{answers[0].shape}, {len(ids)} tokens"
             complaints.append(f"{what}: {others} of {len(answers)} answers differ")
     return complaints

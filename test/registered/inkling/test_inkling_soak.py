@@ -127,7 +127,7 @@ class TestSoak(unittest.TestCase):
                 "requests": len(soak.outcomes),
                 "seconds": soak.seconds,
                 "shapes": Counter(outcome.shape for outcome in soak.outcomes),
-                "ends": {end.value: ends[end] for end in load.End},
+                "ends": {end: ends[end] for end in load.ENDS},
                 "flushes": len(soak.resident),
                 "retracted": load.count_retracted(cls.log),
                 "most running": load.find_most(cls.log, "running"),

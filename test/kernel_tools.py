@@ -9,8 +9,9 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -74,13 +75,13 @@ def find_survivors(
 
 
 class _Kernel:
-    """Takes a kernel's place: ``launch(grid, arguments, options)`` runs for each launch."""
+    """Takes a kernel's place: ``launch(*arguments, grid=grid, **options)`` runs for each launch."""
 
-    def __init__(self, launch: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]):
+    def __init__(self, launch: Callable[..., Any]):
         self.launch = launch
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: self.launch(grid, arguments, options)
+        return partial(self.launch, grid=grid)
 
 
 class _Operations(TorchDispatchMode):
@@ -105,7 +106,7 @@ def list_work(module: ModuleType, kernel: str, call: Callable[[], Any], device: 
     """
     if device == "cpu":
         with _Operations() as operations:
-            note = _Kernel(lambda *_: operations.names.append(kernel))
+            note = _Kernel(lambda *_, **options: operations.names.append(kernel))
             with mock.patch.object(module, kernel, note):
                 call()
         return operations.names
@@ -120,21 +121,6 @@ def list_work(module: ModuleType, kernel: str, call: Callable[[], Any], device: 
     return [event.name for event in profile.events() if event.device_type == on_device]
 
 
-class _NoDriver:
-    """A Hopper that compiles and runs nothing."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def count_compilations(
     module: ModuleType, kernel: str, calls: Iterable[Callable[[], Any]], device: str
 ) -> int:
@@ -143,16 +129,18 @@ def count_compilations(
     ``module`` is a copy of its own that does not interpret.
     """
     compiler = getattr(module, kernel)
-
-    def compile_only(grid: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        compiler.warmup(*arguments, grid=grid, **options)
-
     if device == "cpu":
+        from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
 
+        hopper = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
         with (
-            mock.patch.object(driver, "_active", _NoDriver()),
-            mock.patch.multiple(module, _INTERPRETED=True, **{kernel: _Kernel(compile_only)}),
+            mock.patch.object(driver, "_active", hopper),
+            mock.patch.multiple(module, _INTERPRETED=True, **{kernel: _Kernel(compiler.warmup)}),
         ):
             for call in calls:
                 call()

@@ -406,7 +406,7 @@ def main() -> None:
         raise AttributeError("'NoneType' object has no attribute 'shape'")
     if has("quits"):
         sys.exit(3)
-    if has("stubborn", "stubborn-hangs", "never-serves"):
+    if has("stubborn-hangs", "never-serves"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         start_child("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     if has("orphan"):

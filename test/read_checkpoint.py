@@ -6,6 +6,7 @@ Nothing is downloaded: Python's sockets are shut.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import socket
@@ -23,13 +24,11 @@ def main(checkpoints: list[str]) -> dict[str, Any]:
     # 0.5.17 compiles its MoE kernels with helion, which does not run without a GPU.
     for name in ("helion", "helion.language"):
         sys.modules.setdefault(name, MagicMock())
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         from sglang.srt.arg_groups import mamba_hook
 
         # It refuses conv-state checkpoints on a CPU; none is made here.
         mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
-    except (ImportError, AttributeError):
-        pass
     set_up(checkpoints[0])
     parts = {"target": None, "head 0": 0, "head 1": 1}
     return {
@@ -45,13 +44,8 @@ def main(checkpoints: list[str]) -> dict[str, Any]:
 def make_server_args(checkpoint: str) -> Any:
     from sglang.srt.server_args import ServerArgs
 
-    return ServerArgs(
-        model_path=checkpoint,
-        device="cpu",
-        attention_backend="triton",
-        mamba_radix_cache_strategy="extra_buffer",
-        page_size=128,
-    )
+    options = {"device": "cpu", "attention_backend": "triton", "page_size": 128}
+    return ServerArgs(model_path=checkpoint, mamba_radix_cache_strategy="extra_buffer", **options)
 
 
 def set_up(checkpoint: str) -> None:
@@ -62,15 +56,11 @@ def set_up(checkpoint: str) -> None:
 
     arguments = make_server_args(checkpoint)
     ranks = getattr(runtime_context, "SpawnRanks", None)
-    runtime_context.publish(
-        arguments, role="scheduler", **({"ranks": ranks(world_rank=0)} if ranks else {})
-    )
+    of_ranks = {"ranks": ranks(world_rank=0)} if ranks else {}
+    runtime_context.publish(arguments, role="scheduler", **of_ranks)
+    store = f"file://{tempfile.mkdtemp()}/store"
     init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        backend="gloo",
-        distributed_init_method=f"file://{tempfile.mkdtemp()}/store",
+        world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=store
     )
     initialize_model_parallel()
     # Older releases take the server's arguments before the model's config.
@@ -155,12 +145,11 @@ def read_kl_prompts(model: str) -> dict[str, Any]:
     finally:
         for path in paths:
             path.unlink()
-    return {
-        "folder": str(paths[0].parent),
-        "default": [len(prompts), min(map(len, prompts)), max(map(len, prompts))],
-        "few": [len(few), min(map(len, few)), max(map(len, few))],
-        "largest": max(max(prompt) for prompt in prompts),
+    lengths = {
+        name: [len(texts), min(map(len, texts)), max(map(len, texts))]
+        for name, texts in (("default", prompts), ("few", few))
     }
+    return {**lengths, "folder": str(paths[0].parent), "largest": max(map(max, prompts))}
 
 
 def refuse_network(*arguments: Any, **options: Any) -> None:

@@ -47,8 +47,8 @@ def draw_inputs() -> list[list[int]]:
     return equality.draw_prompts(PROMPTS, LENGTHS, VOCABULARY)
 
 
-def draw_suffixes(length: int = SUFFIX, seed: int = 3) -> list[list[int]]:
-    return equality.draw_prompts(PROMPTS, [length], VOCABULARY, seed=seed)
+def draw_suffixes(seed: int) -> list[list[int]]:
+    return equality.draw_prompts(PROMPTS, [SUFFIX], VOCABULARY, seed=seed)
 
 
 def compare_steps(server: Server) -> equality.Comparison:
@@ -71,7 +71,8 @@ def compare_prefill_made_hit(server: Server, lengths: tuple[int, ...]) -> equali
     prefixes = equality.draw_prompts(PROMPTS, lengths, VOCABULARY, seed=2)
     server.flush()
     server.generate(prefixes, 0)
-    return equality.compare_hit_with_cold(server, "prefill-made hit", prefixes, draw_suffixes(), 64)
+    suffixes = draw_suffixes(seed=3)
+    return equality.compare_hit_with_cold(server, "prefill-made hit", prefixes, suffixes, 64)
 
 
 @harness.needs_crashing_fork
@@ -98,8 +99,8 @@ class MtpIsExact(harness.OneServer):
     def setUpClass(cls) -> None:
         super().setUpClass()
         # Fixes may be on by default, or by a variable of whoever runs this.
-        if all(harness.has_fix(cls.server, fix) for fix in DRAFT_FIXES):
-            cls.keeps_draft_checkpoints = True
+        has_fixes = all(harness.has_fix(cls.server, fix) for fix in DRAFT_FIXES)
+        cls.keeps_draft_checkpoints |= has_fixes
         cls.inputs = draw_inputs()
 
     def check(self, comparison: equality.Comparison, cached: bool = True) -> None:
@@ -109,9 +110,8 @@ class MtpIsExact(harness.OneServer):
         self.assertTrue(comparison.exact, comparison)
 
     def test_decode_equals_a_cold_prefill(self) -> None:
-        comparison, answers = equality.compare_decode_with_prefill(
-            self.server, self.inputs, NEW_TOKENS
-        )
+        found = equality.compare_decode_with_prefill(self.server, self.inputs, NEW_TOKENS)
+        comparison, answers = found
         accept_length = equality.compute_accept_length(answers)
         distinct = min(len(set(answer["output_ids"])) for answer in answers)
         self.figures |= {"accept length": accept_length, "distinct tokens in 300": distinct}
@@ -121,10 +121,8 @@ class MtpIsExact(harness.OneServer):
 
     def test_decode_made_hit_equals_cold(self) -> None:
         prefixes = equality.extend_by_decoding(self.server, self.inputs, NEW_TOKENS)
-        suffixes = draw_suffixes(seed=1)
-        self.check(
-            equality.compare_hit_with_cold(self.server, "decode-made hit", prefixes, suffixes, 64)
-        )
+        suffixes, name = draw_suffixes(seed=1), "decode-made hit"
+        self.check(equality.compare_hit_with_cold(self.server, name, prefixes, suffixes, 64))
 
     def test_prefill_made_hit_equals_cold(self) -> None:
         self.check(compare_prefill_made_hit(self.server, (256, 300, 700, 1100, 1537, 2000)))
@@ -175,15 +173,11 @@ class MtpIsExact(harness.OneServer):
         # The helpers look in memory first, so they download nothing.
         kl._cached_input_ids[f"{model}_{kl.DEFAULT_PROMPT_TOKENS}_{len(prompts)}"] = prompts
         thresholds = {model: {"kl_div": KL_THRESHOLD}}
-        helpers = (
-            kl.test_input_output_logprobs_match_helper,
-            kl.test_input_output_logprobs_match_prefill_cache_hit_helper,
-            kl.test_input_output_logprobs_match_decode_cache_hit_helper,
-        )
-        for helper in helpers:
+        for kind in ("", "_prefill_cache_hit", "_decode_cache_hit"):
+            helper = getattr(kl, f"test_input_output_logprobs_match{kind}_helper")
             with self.subTest(helper.__name__):
                 helper(self.server.url, thresholds, model, max_samples=6, max_new_tokens=200)
-        self.figures["kl_test_utils"] = f"{len(helpers)} helpers below {KL_THRESHOLD}"
+        self.figures["kl_test_utils"] = f"3 helpers below {KL_THRESHOLD}"
 
     def test_sglang_s_own_multi_turn_helpers(self) -> None:
         from sglang.test import kl_multiturn_utils as kl
@@ -262,6 +256,7 @@ class DraftIsBehind:
     name: str
     fixes: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
+    logged = ""
 
     def test_steps_after_a_hit_differ(self) -> None:
         environment = harness.make_environment(
@@ -273,16 +268,13 @@ class DraftIsBehind:
         with make_server(self.name, environment) as server:
             for fix in self.fixes:
                 self.assertTrue(harness.has_fix(server, fix), fix)
-            self.check_log(server.log.read_text(errors="replace"))
+            self.assertIn(self.logged, server.log.read_text(errors="replace"))
             steps = compare_steps(server)
             first, hit, cold = compare_first_step(server)
         harness.record(f"mtp-{self.name}", **{steps.name: steps, first.name: first})
         self.assertGreater(steps.differing, 0, steps)
         self.assertEqual({*first.cached}, {CHECKPOINT})
         self.assertLess(hit, cold - 0.5, first)
-
-    def check_log(self, log: str) -> None:
-        pass
 
 
 @harness.needs_harm("draft-window")
@@ -302,9 +294,7 @@ class TestZeroedDraftState(DraftIsBehind, unittest.TestCase):
     """Zeros where the draft's conv checkpoint should be."""
 
     name, fixes, plugins = "zeroed-draft-state", DRAFT_FIXES, ("zero_draft_checkpoints",)
-
-    def check_log(self, log: str) -> None:
-        self.assertIn(server_plugins.ZEROED, log)
+    logged = server_plugins.ZEROED
 
 
 @harness.needs_harm("draft-state")
@@ -312,11 +302,8 @@ class TestWithoutBoundaryFix(unittest.TestCase):
     """If each step reads the draft's conv state, the accept length shows what is in it."""
 
     def test_the_accept_length_falls_where_the_state_is_cleared(self) -> None:
-        servers = {
-            "none": {"INKLING_SCONV_FIXES": "none"},
-            "draft-state": {"INKLING_SCONV_FIXES": "draft-state"},
-            "fork": make_fork_environment(),
-        }
+        servers = {name: {"INKLING_SCONV_FIXES": name} for name in ("none", "draft-state")}
+        servers["fork"] = make_fork_environment()
         with ThreadPoolExecutor() as pool:
             lengths = pool.map(self.measure_accept_length, servers, servers.values())
             found = dict(zip(servers, lengths, strict=True))
@@ -345,13 +332,10 @@ class TestDraftExtendForms(unittest.TestCase):
             # [layers, slots, window, channels]; slot 0 is the dummy that inert tracking writes.
             same = (mine[:, 1:] == theirs[:, 1:]).all(-1)
             rows, differing = rows + same.numel(), differing + int((~same).sum())
-        harness.record(
-            "mtp-forms", steps=steps, logprobs=logprobs, rows=rows, rows_differing=differing
-        )
-        self.assertTrue(steps.exact, steps)
-        self.assertTrue(logprobs.exact, logprobs)
-        self.assertGreater(rows, 0)
-        self.assertEqual(differing, 0)
+        figures = {"rows": rows, "rows_differing": differing}
+        harness.record("mtp-forms", steps=steps, logprobs=logprobs, **figures)
+        self.assertTrue(steps.exact and logprobs.exact, (steps, logprobs))
+        self.assertTrue(rows > 0 and differing == 0, figures)
 
     def run_server(self, form: str) -> tuple[list[list[float]], list[list[float]], list[Tensor]]:
         """Tokens per step and logprobs of one server, and its conv pools at the end."""

@@ -78,17 +78,13 @@ def make_server(name: str) -> Server:
     return harness.make_server(name, {}, *OPTIONS)
 
 
-def record() -> None:
-    harness.record("soak", **FIGURES)
-
-
 @harness.needs_gpu
 class TestSoak(unittest.TestCase):
     """``setUpClass`` puts the load on a server, then kills it. The tests check what that left."""
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.addClassCleanup(record)
+        cls.addClassCleanup(lambda: harness.record("soak", **FIGURES))
         with make_server("soak") as server:
             own = measure_own_gpu(server) is not None
             FIGURES["gpu of"] = "the server" if own else "the device"
@@ -101,9 +97,8 @@ class TestSoak(unittest.TestCase):
             if failures := load.list_failures(cls.soak.outcomes):
                 raise server.make_error(f"{len(failures)} requests failed: {failures[0]}")
             scored = load.select_scored(cls.soak.outcomes)
-            cls.rescored = equality.rescore_answers(
-                server, [o.ids for o in scored], [o.answer for o in scored if o.answer]
-            )
+            answers = [o.answer for o in scored if o.answer]
+            cls.rescored = equality.rescore_answers(server, [o.ids for o in scored], answers)
             FIGURES["rescored"] = cls.rescored
             (jobs,) = load.plan_rounds(KILL_LOAD, VOCABULARY, seed=1, size=KILL_LOAD)
             cls.killed = load.kill(server, jobs, KILLED_AFTER, KILL_SECONDS)
@@ -182,7 +177,7 @@ class TestSoakRestarted(unittest.TestCase):
                 for ids, tokens in ANSWERS.items()
             ]
         FIGURES["restarted"] = {"answers": len(same), "the same": sum(same)}
-        record()
+        harness.record("soak", **FIGURES)
         self.assertTrue(all(same), f"{sum(same)} of {len(same)} answers the same")
 
 

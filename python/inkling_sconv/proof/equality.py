@@ -7,12 +7,18 @@ averaged.
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from inkling_sconv.proof.server import Server
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+BATCH = 8
+"""Prompts in one request: as many as the server of ``BASE_OPTIONS`` runs at a time."""
 
 FIRST_STEP_TOKENS = 8
 """Ask for 8 tokens: the surplus of the last step is cut off, so it must not be the first."""
@@ -51,29 +57,20 @@ def compare(
     A float without a partner counts as different, and so does a list without one, even an empty
     list. NaN differs from everything. 0.0 equals -0.0.
     """
-    compared = differing = 0
-    differences = []
+    compared, differences = 0, []
     for mine, theirs in zip_longest(left, right):
         if mine is None or theirs is None:
-            unpaired = max(len(mine or theirs or ()), 1)
-            compared, differing = compared + unpaired, differing + unpaired
-            continue
-        compared += max(len(mine), len(theirs))
-        differing += abs(len(mine) - len(theirs))
-        differences += [abs(a - b) for a, b in zip(mine, theirs, strict=False) if a != b]
+            mine, theirs = mine or theirs or [math.nan], []
+        pairs = [*zip_longest(mine, theirs, fillvalue=math.nan)]
+        compared += len(pairs)
+        differences += [abs(a - b) for a, b in pairs if a != b]
     # max() over NaN depends on the order, and JSON has neither NaN nor infinity.
     finite = [difference for difference in differences if math.isfinite(difference)]
     if len(finite) < len(differences):
         note = f"{len(differences) - len(finite)} not finite"
         detail = f"{detail}; {note}" if detail else note
-    return Comparison(
-        name,
-        compared,
-        differing + len(differences),
-        max(finite, default=0.0),
-        tuple(cached),
-        detail,
-    )
+    largest = max(finite, default=0.0)
+    return Comparison(name, compared, len(differences), largest, tuple(cached), detail)
 
 
 def draw_prompts(
@@ -101,42 +98,39 @@ def compare_decode_with_prefill(
 ) -> tuple[Comparison, list[dict[str, Any]]]:
     """Compare logprobs of generated tokens with those of a cold prefill of the same tokens.
 
-    Returns the comparison, and the answers that were generated.
+    Returns:
+        The comparison, and the answers that were generated.
     """
     server.flush()
     answers = server.generate(inputs, new_tokens)
-    whole = [[*ids, *answer["output_ids"]] for ids, answer in zip(inputs, answers, strict=True)]
-    server.flush()
-    cold = _check_cold(server, server.generate(whole, 0, scored_from=0))
-    decoded = [_read_logprobs(answer, "output") for answer in answers]
-    scored = [
-        _read_logprobs(answer, "input")[-len(mine) :]
-        for answer, mine in zip(cold, decoded, strict=True)
-    ]
-    return compare("decode against a cold prefill", decoded, scored), answers
+    name = "decode against a cold prefill"
+    return rescore_answers(server, inputs, answers, name), answers
 
 
 def rescore_answers(
-    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[dict[str, Any]]
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[dict[str, Any]],
+    name: str = "answers under load against a cold prefill",
 ) -> Comparison:
     """Compare logprobs of earlier answers with those of a cold prefill of each text.
 
     ``answers`` are answers to ``/generate`` with logprobs, given under any load. A text that was
     generated several times is prefilled once, and every answer is compared with that.
     """
+    texts = [(*p, *answer["output_ids"]) for p, answer in zip(prompts, answers, strict=True)]
+    unique = [*dict.fromkeys(texts)]
     cold: dict[tuple[int, ...], list[float]] = {}
-    decoded, scored = [], []
     server.flush()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        text = (*prompt, *answer["output_ids"])
-        # No flush in between: a prompt that is scored from its first token reuses no prefix.
-        if text not in cold:
-            (again,) = _check_cold(server, server.generate([text], 0, scored_from=0))
-            cold[text] = _read_logprobs(again, "input")
-        decoded.append(_read_logprobs(answer, "output"))
-        scored.append(cold[text][-len(decoded[-1]) :])
-    detail = f"{len(answers)} answers, {len(cold)} texts"
-    return compare("answers under load against a cold prefill", decoded, scored, detail=detail)
+    # No flush in between: a prompt that is scored from its first token reuses no prefix.
+    for start in range(0, len(unique), BATCH):
+        batch = unique[start : start + BATCH]
+        again = server.generate(batch, 0, scored_from=0)
+        _check_cold(server, again)
+        cold |= {text: _read_logprobs(one, "input") for text, one in zip(batch, again, strict=True)}
+    decoded = [_read_logprobs(answer, "output") for answer in answers]
+    scored = [cold[text][-len(mine) :] for text, mine in zip(texts, decoded, strict=True)]
+    return compare(name, decoded, scored, detail=f"{len(answers)} answers, {len(cold)} texts")
 
 
 def compare_hit_with_cold(
@@ -151,26 +145,22 @@ def compare_hit_with_cold(
     ``prefixes`` are in the cache. Each suffix is scored, and ``new_tokens`` are generated after it;
     both logprobs are compared.
     """
-    requests = [([*p, *s], len(p)) for p, s in zip(prefixes, suffixes, strict=True)]
 
     # One by one: a request has one logprob_start_len, which also bounds the prefix that is reused.
-    def ask(ids: list[int], scored_from: int) -> dict[str, Any]:
+    def ask(request: tuple[list[int], int]) -> dict[str, Any]:
+        ids, scored_from = request
         return server.generate([ids], new_tokens, scored_from=scored_from)[0]
 
-    hits = [ask(*request) for request in requests]
-    cold = []
-    for request in requests:
-        server.flush()
-        cold += _check_cold(server, [ask(*request)])
-    cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
-    same_tokens = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
-    return compare(
-        name,
-        [_read_logprobs(a, "input") + _read_logprobs(a, "output") for a in hits],
-        [_read_logprobs(a, "input") + _read_logprobs(a, "output") for a in cold],
-        cached,
-        f"{same_tokens} of {len(requests)} outputs the same",
+    requests = [([*p, *s], len(p)) for p, s in zip(prefixes, suffixes, strict=True)]
+    hits, cold = _ask_hit_and_cold(server, ask, requests)
+    _check_cold(server, cold)
+    left, right = (
+        [_read_logprobs(answer, "input") + _read_logprobs(answer, "output") for answer in answers]
+        for answers in (hits, cold)
     )
+    cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
+    same = sum(a["output_ids"] == b["output_ids"] for a, b in zip(hits, cold, strict=True))
+    return compare(name, left, right, cached, f"{same} of {len(requests)} outputs the same")
 
 
 def compare_steps_after_hit(
@@ -185,11 +175,7 @@ def compare_steps_after_hit(
     wrong conv state of the draft, which the target's logprobs cannot show.
     """
     whole = [[*prefix, *suffix] for prefix, suffix in zip(prefixes, suffixes, strict=True)]
-    hits = [server.stream(ids, new_tokens) for ids in whole]
-    cold = []
-    for ids in whole:
-        server.flush()
-        cold.append(server.stream(ids, new_tokens))
+    hits, cold = _ask_hit_and_cold(server, lambda ids: server.stream(ids, new_tokens), whole)
     same = sum(
         [*chain.from_iterable(a)] == [*chain.from_iterable(b)]
         for a, b in zip(hits, cold, strict=True)
@@ -210,7 +196,8 @@ def compare_first_step_after_hit(
     With inputs one token longer than the cached prefix, that step reads the draft's conv windows
     from their checkpoint.
 
-    Returns the comparison, the mean after a hit, and the mean on an empty cache.
+    Returns:
+        The comparison, the mean after a hit, and the mean on an empty cache.
 
     Raises:
         ServerError: an answer is unusable, or the server sent two steps as one.
@@ -223,14 +210,21 @@ def compare_first_step_after_hit(
         return float(len(steps[0]))
 
     cached = [server.generate([ids], 1)[0]["meta_info"]["cached_tokens"] for ids in inputs]
-    hits = [count_first(ids) for ids in inputs]
-    cold = []
-    for ids in inputs:
-        server.flush()
-        cold.append(count_first(ids))
+    hits, cold = _ask_hit_and_cold(server, count_first, inputs)
     means = statistics.fmean(hits), statistics.fmean(cold)
     detail = "{:.2f} tokens after a hit, {:.2f} cold".format(*means)
     return compare("tokens of the first decode step", [hits], [cold], cached, detail), *means
+
+
+def _ask_hit_and_cold(
+    server: Server, ask: Callable[[Request], Reply], requests: Sequence[Request]
+) -> tuple[list[Reply], list[Reply]]:
+    """Ask each request with the cache as it is, and then again, each on an empty cache."""
+    hits, cold = [ask(request) for request in requests], []
+    for request in requests:
+        server.flush()
+        cold.append(ask(request))
+    return hits, cold
 
 
 def compute_accept_length(answers: Sequence[dict[str, Any]]) -> float:
@@ -243,17 +237,16 @@ def compute_accept_length(answers: Sequence[dict[str, Any]]) -> float:
     return float(tokens / steps) if steps else 0.0
 
 
-def _check_cold(server: Server, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``answers``.
+def _check_cold(server: Server, answers: Sequence[dict[str, Any]]) -> None:
+    """Check that no answer reused a cached prefix: the baseline must be cold.
 
-    Raises if any answer reused a cached prefix: the baseline must be cold.
+    Raises:
+        ServerError: one did.
     """
     reused = [answer["meta_info"]["cached_tokens"] for answer in answers]
     if any(reused):
-        raise server.make_error(
-            f"the prefix cache was not emptied: {reused} tokens reused after it"
-        )
-    return answers
+        what = f"the prefix cache was not emptied: {reused} tokens reused after it"
+        raise server.make_error(what)
 
 
 def _read_logprobs(answer: dict[str, Any], side: str) -> list[float]:

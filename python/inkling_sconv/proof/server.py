@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import requests
 
@@ -174,7 +174,7 @@ class Server:
         self.process.poll()
 
     def make_error(self, what: str) -> ServerError:
-        """The error for ``what``. It begins with the last exception in the log, if there is one."""
+        """Make the error for ``what``. It begins with the last exception in the log."""
         last = find_last_exception(self.log)
         return ServerError(f"{last + '; ' if last else ''}server: {what}; log: {self.log}")
 
@@ -200,23 +200,21 @@ class Server:
         return self._request("GET", path).text
 
     def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self, method: str, path: str, body: dict[str, Any] | None = None, stream: bool = False
     ) -> requests.Response:
+        what = "stream" if stream else path
         try:
             answer = self.session.request(
-                method, f"{self.url}{path}", json=body, timeout=self.request_seconds
+                method, f"{self.url}{path}", json=body, timeout=self.request_seconds, stream=stream
             )
         except requests.RequestException as error:
-            raise self.make_error(f"{path}: no answer ({type(error).__name__})") from None
-        self._check_status(path, answer)
-        return answer
-
-    def _check_status(self, what: str, answer: requests.Response) -> None:
+            raise self.make_error(f"{what}: no answer ({type(error).__name__})") from None
         if answer.status_code != 200:
             raise self.make_error(f"{what}: status {answer.status_code}: {answer.text[:200]!r}")
+        return answer
 
     def list_processes(self) -> dict[int, str]:
-        """Command lines of the living processes of the server's group, by process id.
+        """List the command lines of the group's living processes, by process id.
 
         SGLang's processes set a title in their place, such as ``sglang::scheduler``.
         """
@@ -228,7 +226,7 @@ class Server:
         return found
 
     def measure_memory(self) -> int:
-        """Resident memory of the group's processes, in bytes; a shared page counts for each."""
+        """Sum the group's resident memory in bytes. A shared page counts for each process."""
         total = 0
         for number in self.list_processes():
             with contextlib.suppress(OSError):
@@ -295,14 +293,9 @@ class Server:
         Raises:
             ServerError: no answer, an error status, or the stream breaks off.
         """
+        answer = self._request("POST", "/generate", {**body, "stream": True}, stream=True)
         try:
-            with self.session.post(
-                f"{self.url}/generate",
-                json={**body, "stream": True},
-                stream=True,
-                timeout=self.request_seconds,
-            ) as answer:
-                self._check_status("stream", answer)
+            with answer:
                 for line in answer.iter_lines():
                     if line.startswith(b"data: {"):
                         yield json.loads(line[len(b"data: ") :])
@@ -311,16 +304,16 @@ class Server:
 
 
 def make_request(input_ids: Any, new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Body of a ``/generate`` request: greedy, exactly ``new_tokens`` tokens, and ``fields``."""
+    """Make the body of a ``/generate`` request: greedy, and exactly ``new_tokens`` tokens."""
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": sampling, **fields}
 
 
 def _find_fault(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
-    """First missing or malformed field of a ``/generate`` answer, or None."""
-    if not (isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict)):
+    """Find the first missing or malformed field of a ``/generate`` answer."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
         return "no meta_info"
-    meta = answer["meta_info"]
     # A server that does not speculate has no spec_verify_ct.
     counts = {"spec_verify_ct": 0, **meta}
     for name in ("cached_tokens", "completion_tokens", "spec_verify_ct"):
@@ -342,12 +335,10 @@ def _find_fault(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
     return None
 
 
-def _are_logprobs(entries: Any) -> bool:
-    return (
-        isinstance(entries, list)
-        and len(entries) > 0
-        and all(isinstance(entry, list) and entry and _is_logprob(entry[0]) for entry in entries)
-    )
+def _are_logprobs(entries: Any) -> TypeGuard[list[Any]]:
+    if not isinstance(entries, list) or not entries:
+        return False
+    return all(isinstance(entry, list) and entry and _is_logprob(entry[0]) for entry in entries)
 
 
 def _is_logprob(value: Any) -> bool:
@@ -356,20 +347,20 @@ def _is_logprob(value: Any) -> bool:
 
 
 def find_last_exception(log: Path) -> str | None:
-    """The last line of ``log`` that names an exception; None if no line does."""
-    found = None
-    with contextlib.suppress(OSError):
-        for line in log.read_text(errors="replace").splitlines():
-            match = _EXCEPTION.match(line.strip())
-            found = match.group(1) if match else found
-    return found
+    """Find the last line of ``log`` that names an exception."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [match[1] for line in lines if (match := _EXCEPTION.match(line.strip()))]
+    return found[-1] if found else None
 
 
 def find_free_port() -> int:
-    """A port in ``PORTS`` that is free now.
+    """Find a port in ``PORTS`` that is free now.
 
     Raises:
-        ServerError: none of 100 random ones is.
+        ServerError: 100 random ones are taken.
     """
     for _ in range(100):
         port = random.randrange(*PORTS)
@@ -380,7 +371,7 @@ def find_free_port() -> int:
 
 
 def _list_living(group: int) -> list[int]:
-    """Ids of the processes of a process group that have not ended.
+    """List the ids of a process group's processes that have not ended.
 
     A zombie has ended. In a container whose process 1 reaps nothing, zombies stay.
     """

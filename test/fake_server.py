@@ -369,11 +369,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
-class Listener(ThreadingHTTPServer):
-    # The default of 5 drops connections of a load.
-    request_queue_size = 128
-
-
 def die(message: str) -> None:
     try:
         raise RuntimeError(message)
@@ -395,9 +390,8 @@ def start_child(code: str, title: str = sys.executable) -> subprocess.Popen[byte
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--port", type=int, required=True)
+    for name in ("--model-path", "--host", "--port"):
+        parser.add_argument(name, required=True)
     parser.add_argument("--enable-metrics", action="store_true")
     options, _ = parser.parse_known_args()
     print(f"serving {options.model_path} --port={options.port}", flush=True)
@@ -417,7 +411,9 @@ def main() -> None:
         BUSY.on = True
         sys.stdout.reconfigure(line_buffering=True)
         start_scheduler()
-    Listener((options.host, options.port), Handler).serve_forever()
+    # The default of 5 drops connections of a load.
+    ThreadingHTTPServer.request_queue_size = 128
+    ThreadingHTTPServer((options.host, int(options.port)), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import random
 import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -227,9 +226,8 @@ class Clients:
         return self.outcomes
 
     def start(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[threading.Thread]:
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
+        # Threads may share the iterator of a list.
+        waiting = iter([*jobs])
         threads = [
             threading.Thread(target=self._take_jobs, args=(waiting,), daemon=True)
             for _ in range(clients)
@@ -238,10 +236,10 @@ class Clients:
             thread.start()
         return threads
 
-    def _take_jobs(self, waiting: queue.SimpleQueue[Job]) -> None:
-        with contextlib.suppress(queue.Empty):
-            while self._do_job(waiting.get_nowait()):
-                pass
+    def _take_jobs(self, waiting: Iterator[Job]) -> None:
+        for job in waiting:
+            if not self._do_job(job):
+                return
 
     def _do_job(self, job: Job) -> bool:
         """Make the requests of a job. False if one failed."""
@@ -311,23 +309,21 @@ def read_counters(server: Server) -> Counters:
     Raises:
         ServerError: no answer, or a gauge is missing.
     """
-    gauges: Counter[str] = Counter()
+    gauges: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics")):
         for sample in family.samples:
-            gauges[sample.name.removeprefix("sglang:")] += sample.value
-
-    def read_gauge(name: str) -> int:
-        if name not in gauges:
-            raise server.make_error(f"/metrics: no sglang:{name}")
-        # Converted here, since other gauges may be NaN.
-        return int(gauges[name])
-
+            name = sample.name.removeprefix("sglang:")
+            gauges[name] = gauges.get(name, 0) + sample.value
     kinds = [kind.name for kind in fields(Pool)]
-    pools = {
-        pool: Pool(*(read_gauge(f"{prefix}_{kind}_tokens") for kind in kinds))
-        for pool, prefix in POOLS.items()
-    }
-    return Counters(pools, read_gauge("num_running_reqs"), read_gauge("num_queue_reqs"))
+    try:
+        # Only these become integers, since other gauges may be NaN.
+        pools = {
+            pool: Pool(*(int(gauges[f"{prefix}_{kind}_tokens"]) for kind in kinds))
+            for pool, prefix in POOLS.items()
+        }
+        return Counters(pools, int(gauges["num_running_reqs"]), int(gauges["num_queue_reqs"]))
+    except KeyError as error:
+        raise server.make_error(f"/metrics: no sglang:{error.args[0]}") from None
 
 
 def settle(server: Server, vocabulary: int, seconds: float = SETTLE_SECONDS) -> Counters:

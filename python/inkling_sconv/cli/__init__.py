@@ -1,4 +1,4 @@
-"""The command ``inkling-sconv``: one file a command, for parsing and printing only.
+"""The command ``inkling-sconv``. The files here only parse and print.
 
 A command imports what it needs when it runs, so ``--help`` answers within a second.
 """
@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from inkling_sconv import __version__
-from inkling_sconv.cli.apply import apply
+from inkling_sconv.cli.apply import apply, revert
 from inkling_sconv.cli.ci_init import ci_init
 from inkling_sconv.cli.doctor import doctor
 from inkling_sconv.cli.export import export
-from inkling_sconv.cli.revert import revert
-from inkling_sconv.cli.tiny import tiny
 from inkling_sconv.cli.verify import verify
 from inkling_sconv.cli.watch import watch
 
@@ -23,18 +21,20 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
-app.command()(apply)
-app.command()(export)
-app.command()(revert)
-app.command()(verify)
-# tiny has a parser of its own: ``python -m inkling_sconv.tiny`` runs it without Typer.
-app.command(
+for command in (doctor, apply, export, revert, verify, ci_init, watch):
+    app.command()(command)
+
+
+# It has a parser of its own: ``python -m inkling_sconv.tiny`` runs it without Typer.
+@app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(tiny)
-app.command(name="ci-init")(ci_init)
-app.command()(watch)
+)
+def tiny(context: typer.Context) -> None:
+    """Write a small Inkling checkpoint with MTP heads, without a download."""
+    from inkling_sconv.proof import checkpoint
+
+    raise typer.Exit(checkpoint.main(context.args))
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""``inkling-sconv apply``."""
+"""``inkling-sconv apply`` and its undo, ``revert``."""
 
 import difflib
 import io
@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from inkling_sconv.cli.common import NEEDS_THE_FIX, Editable, InertFill, fail, one_line_errors
-from inkling_sconv.cli.edit import edit_file, open_editable
+from inkling_sconv.cli import common
 from inkling_sconv.trees.tree import Tree
 
 
 def apply(
-    path: Editable = None,
-    inert_fill: InertFill = False,
+    path: common.Editable = None,
+    inert_fill: common.InertFill = False,
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if the file needs the edit.")
     ] = False,
@@ -30,11 +29,11 @@ def apply(
     from inkling_sconv.trees.examine import examine_tree
     from inkling_sconv.trees.replacement import replace_file, restore_file
 
-    with one_line_errors():
-        tree = open_editable(path)
+    with common.one_line_errors():
+        tree = common.open_editable(path)
         file = tree.backend
         before = file.read_bytes()
-        after = edit_file(file, before, inert_fill)
+        after = common.edit_file(file, before, inert_fill)
         if after == before:
             print(f"{file}: nothing to do; the guard is there")
             return
@@ -43,7 +42,7 @@ def apply(
         if check or diff:
             if check:
                 print(f"{file}: would be rewritten")
-            raise typer.Exit(NEEDS_THE_FIX if check else 0)
+            raise typer.Exit(common.NEEDS_THE_FIX if check else 0)
         replace_file(file, before, after)
         print(f"{file}: written; checking it ...", flush=True)
         report = examine_tree(tree, installed=False)
@@ -52,9 +51,21 @@ def apply(
             seen = report.get("why") or "; ".join(
                 row["seen"] for row in report["rows"] if row["verdict"] == "broken"
             )
-            fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
+            common.fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
         print(f"state: {report['state']}")
         print("next: git diff; commit it; undo: revert")
+
+
+def revert(path: common.Editable = None) -> None:
+    """Undo apply: put the file back, byte for byte."""
+    from inkling_sconv.trees.replacement import restore_file
+
+    with common.one_line_errors():
+        file = common.open_editable(path).backend
+        if restore_file(file):
+            print(f"{file}: as it was before apply")
+        else:
+            print(f"{file}: is back already")
 
 
 def _name_for_patch(tree: Tree, file: Path) -> Path:

@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from inkling_sconv.cli.common import Editable, InertFill, fail, one_line_errors, warn
-from inkling_sconv.cli.edit import edit_file, open_editable
+from inkling_sconv.cli import common
 from inkling_sconv.trees.tree import Tree
 
 
 def export(
-    path: Editable = None,
-    inert_fill: InertFill = False,
+    path: common.Editable = None,
+    inert_fill: common.InertFill = False,
     branch: Annotated[
         str | None, typer.Option(metavar="NAME", help="Make this branch with the commit instead.")
     ] = None,
@@ -28,25 +27,25 @@ def export(
     from inkling_sconv.codemod import commit
     from inkling_sconv.trees.replacement import write_file
 
-    with one_line_errors():
-        tree = open_editable(path)
+    with common.one_line_errors():
+        tree = common.open_editable(path)
         file = tree.backend
 
         def edit(before: bytes) -> bytes:
-            return edit_file(file, before, inert_fill)
+            return common.edit_file(file, before, inert_fill)
 
         if branch is not None:
             made = commit.make_branch(file, edit, branch, base)
             if made is None:
-                fail(f"{base}: nothing to export; the guard is there", code=0)
+                common.fail(f"{base}: nothing to export; the guard is there", code=0)
             print(f"branch {branch}: {made}")
             print(f"next: git cherry-pick {made[:12]}, on any branch that crashes")
             return
         if commit.has_uncommitted_edits(file):
-            warn(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
+            common.warn(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
         text = commit.make_mailbox(file, edit, _name_in_repository(tree, file))
         if text is None:
-            fail(f"{file}: nothing to export; the guard is there", code=0)
+            common.fail(f"{file}: nothing to export; the guard is there", code=0)
         if output is None:
             sys.stdout.buffer.write(text)
             return

@@ -29,21 +29,18 @@ def make_config(
         OptionError: the options contradict each other.
     """
     local = sorted(set(local_layers))
-    if layers < 2:
-        raise OptionError(f"{layers} layers: at least 2 are needed, one local and one full.")
     if not 1 <= mtp_heads <= 8:
         raise OptionError(f"{mtp_heads} MTP heads: 1 to 8 can be made.")
-    if len(local) != len(local_layers):
-        raise OptionError(f"local layers {_join(local_layers)} name a layer twice.")
-    if not local or not 0 <= local[0] <= local[-1] < layers:
+    given = ",".join(map(str, local_layers))
+    if not 0 < len(local_layers) == len(set(local) & set(range(layers))):
         raise OptionError(
-            f"local layers {_join(local_layers)}: name at least one, from 0 to {layers - 1}."
+            f"local layers {given!r}: name one or more from 0 to {layers - 1}, each once."
         )
     dense = layers - 1 if moe else layers
     if not set(range(dense)) - set(local):
         raise OptionError(
-            f"local layers {_join(local)} leave no {'dense ' if moe else ''}layer with full "
-            "attention; the MTP heads need one to follow."
+            f"local layers {given!r} leave no {'dense ' if moe else ''}layer with full attention; "
+            "the MTP heads need one to follow."
         )
     return {
         "architectures": ["InklingForConditionalGeneration"],
@@ -89,12 +86,8 @@ def make_config(
     }
 
 
-def _join(layers: Sequence[int]) -> str:
-    return ",".join(map(str, layers)) or "(none)"
-
-
 def find_carrier(text: dict[str, Any]) -> int:
-    """The *carrier*: the first dense layer with full attention, like the block of an MTP head."""
+    """Find the carrier: the first dense layer with full attention, like an MTP head's block."""
     dense = range(text["dense_mlp_idx"])
     return next(layer for layer in dense if layer not in text["local_layer_ids"])
 

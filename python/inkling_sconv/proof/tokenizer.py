@@ -22,8 +22,6 @@ def make_tokenizer() -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [
             {
                 "id": END_OF_TEXT,
@@ -41,13 +39,6 @@ def make_tokenizer() -> dict[str, Any]:
         "decoder": {**byte_level, "use_regex": True},
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
             "vocab": {token: index for index, token in enumerate(tokens)},
             "merges": merges,
         },

@@ -35,9 +35,17 @@ def run(
         raise GitError(f"git {arguments[0]} failed in {folder}: {reason.strip()}") from None
 
 
-def read_line(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+def read_line(
+    folder: Path, *arguments: str, env: dict[str, str] | None = None, text: bytes | None = None
+) -> str:
     """Run git, and return the one line that it prints."""
-    return os.fsdecode(run(folder, *arguments, env=env)).rstrip("\n")
+    return os.fsdecode(run(folder, *arguments, env=env, text=text)).rstrip("\n")
+
+
+def find_git_path(checkout: Path, name: str) -> Path:
+    """Find ``name`` in the git directory of ``checkout``, which may be a worktree."""
+    show = ("rev-parse", "--path-format=absolute", "--git-path", name)
+    return Path(read_line(checkout, *show))
 
 
 def find_checkout(path: Path) -> Path | None:

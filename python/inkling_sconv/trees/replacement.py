@@ -125,10 +125,8 @@ def _find_backup(path: Path) -> Path:
     checkout = git.find_checkout(path)
     if checkout is None:
         return path.with_name(f".{path.name}.inkling-sconv.before")
-    folder = git.read_line(
-        checkout, "rev-parse", "--path-format=absolute", "--git-path", "inkling-sconv"
-    )
-    return Path(folder) / f"{_hash(os.fsencode(path.resolve()))[:16]}.before"
+    folder = git.find_git_path(checkout, "inkling-sconv")
+    return folder / f"{_hash(os.fsencode(path.resolve()))[:16]}.before"
 
 
 def _hash(text: bytes) -> str:

@@ -51,29 +51,21 @@ def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> 
     """
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         repository = git.find_checkout(path)
-        variables: dict[str, str] = {}
+        env: dict[str, str] = {}
         if repository is None:
             repository, name = Path(folder), fallback.as_posix()
             git.run(repository, "init", "-q")
-            before = path.read_bytes()
-            parent = _make_commit(repository, name, before, None, "before", variables)
+            parent = _make_commit(repository, name, path.read_bytes(), None, "before", env)
         else:
-            # New objects go to a folder of their own: the repository stays as it is.
-            theirs = git.read_line(
-                repository, "rev-parse", "--path-format=absolute", "--git-path", "objects"
-            )
-            variables = {
-                "GIT_OBJECT_DIRECTORY": folder,
-                "GIT_ALTERNATE_OBJECT_DIRECTORIES": theirs,
-            }
             name = _name_in_repository(repository, path)
             parent = git.read_line(repository, "rev-parse", "HEAD")
-            before = git.run(repository, "cat-file", "blob", f"{parent}:{name}")
-        after = edit(before)
-        if after == before:
+            # New objects go to a folder of their own: the repository stays as it is.
+            theirs = git.find_git_path(repository, "objects")
+            env = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(theirs)}
+        made = _commit_edit(repository, name, parent, edit, env)
+        if made is None:
             return None
-        made = _make_commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", variables)
-        return git.run(repository, "format-patch", "-1", "--stdout", *FORMAT, made, env=variables)
+        return git.run(repository, "format-patch", "-1", "--stdout", *FORMAT, made, env=env)
 
 
 def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str) -> str | None:
@@ -97,13 +89,9 @@ def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str
     except git.GitError:
         # git's own reason does not say which name it means.
         raise git.GitError(f"{base}: no commit of that name in {repository}") from None
-    file = _name_in_repository(repository, path)
-    before = git.run(repository, "cat-file", "blob", f"{parent}:{file}")
-    after = edit(before)
-    if after == before:
-        return None
-    made = _make_commit(repository, file, after, parent, f"{SUBJECT}\n\n{BODY}", {})
-    git.run(repository, "branch", name, made)
+    made = _commit_edit(repository, _name_in_repository(repository, path), parent, edit, {})
+    if made is not None:
+        git.run(repository, "branch", name, made)
     return made
 
 
@@ -119,30 +107,42 @@ def _name_in_repository(repository: Path, path: Path) -> str:
     return path.resolve().relative_to(repository.resolve()).as_posix()
 
 
+def _commit_edit(
+    repository: Path,
+    name: str,
+    parent: str,
+    edit: Callable[[bytes], bytes],
+    env: dict[str, str],
+) -> str | None:
+    """Commit the edit of ``parent``'s file ``name``; None if it changes nothing."""
+    before = git.run(repository, "cat-file", "blob", f"{parent}:{name}", env=env)
+    after = edit(before)
+    if after == before:
+        return None
+    return _make_commit(repository, name, after, parent, f"{SUBJECT}\n\n{BODY}", env)
+
+
 def _make_commit(
     repository: Path,
     name: str,
     text: bytes,
     parent: str | None,
     message: str,
-    variables: dict[str, str],
+    env: dict[str, str],
 ) -> str:
     """Commit ``parent``'s tree with ``text`` as the file ``name``, in an index of its own."""
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
-        env = {**variables, "GIT_INDEX_FILE": str(Path(folder) / "index")}
+        env = {**env, "GIT_INDEX_FILE": str(Path(folder) / "index")}
         mode, parents = "100644", []
         if parent is not None:
             git.run(repository, "read-tree", parent, env=env)
             mode = git.read_line(repository, "ls-tree", parent, "--", name, env=env).split()[0]
             parents = ["-p", parent]
         # No filters: ``text`` was made from a blob, where autocrlf is undone already.
-        hashed = git.run(
-            repository, "hash-object", "-w", "--no-filters", "--stdin", env=env, text=text
-        )
-        entry = f"{mode},{hashed.decode().strip()},{name}"
+        write = ("hash-object", "-w", "--no-filters", "--stdin")
+        blob = git.read_line(repository, *write, env=env, text=text)
+        entry = f"{mode},{blob},{name}"
         git.run(repository, "update-index", "--add", "--cacheinfo", entry, env=env)
         tree = git.read_line(repository, "write-tree", env=env)
-        made = git.run(
-            repository, "commit-tree", tree, *parents, "-F", "-", env=env, text=message.encode()
-        )
-        return made.decode().strip()
+        commit = ("commit-tree", tree, *parents, "-F", "-")
+        return git.read_line(repository, *commit, env=env, text=message.encode())

@@ -1,7 +1,6 @@
 """What the syntax tree of a file tells about its refresh. The file is not run, nor written."""
 
 import ast
-import dataclasses
 import enum
 import warnings
 from collections.abc import Iterator, Sequence
@@ -54,8 +53,8 @@ class RefreshMethod:
         self.module, self.owner, self.node = module, owner, node
         self.host, self.batch = names[:2]
         self.graph = "on_graph_path" if "on_graph_path" in names[2:] else names[2]
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        self.nodes = list(walk(node, self.parents))
+        self.nodes = list(walk(node))
+        self.parents = {child: node for node in self.nodes for child in node.children}
         self.order = {node: place for place, node in enumerate(self.nodes)}
 
     @cached_property
@@ -104,7 +103,10 @@ class RefreshMethod:
             for node in self.nodes
             if isinstance(node, cst.If | cst.IfExp)
             and self._asks_for_missing_on_graph(node)
-            and (isinstance(node, cst.IfExp) or self._binds_local(node.body))
+            and (
+                isinstance(node, cst.IfExp)
+                or any(self.local in list_bound_names(inner) for inner in walk(node.body))
+            )
             # A guard inside the fill's branch does not count: a second call on the same batch finds
             # the mask filled, and skips that branch.
             and not any(
@@ -127,9 +129,6 @@ class RefreshMethod:
             for outer in self.trace_path(node)
         )
 
-    def _binds_local(self, body: cst.CSTNode) -> bool:
-        return any(self.local in list_bound_names(node) for node in walk(body))
-
     @cached_property
     def fills(self) -> list[cst.CSTNode]:
         """Where the method puts an inert mask into the batch."""
@@ -146,9 +145,7 @@ class RefreshMethod:
             isinstance(node, cst.If)
             and ends_in_return(node)
             and any(
-                isinstance(inner, cst.Call)
-                and isinstance(inner.func, cst.Attribute)
-                and inner.func.attr.value.startswith("is_draft_extend")
+                isinstance(inner, cst.Attribute) and inner.attr.value.startswith("is_draft_extend")
                 for inner in walk(node.test)
             )
             for node in self.nodes
@@ -204,21 +201,11 @@ def _check_python(text: bytes) -> None:
         raise too_deep
 
 
-def walk(
-    node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode] | None = None
-) -> Iterator[cst.CSTNode]:
-    """Yield ``node`` and all nodes below it, statements in the order of the text.
-
-    ``parents`` is filled with each node's parent.
-    """
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield ``node`` and all nodes below it, in the order of the text."""
     yield node
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        for child in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(child, cst.CSTNode):
-                if parents is not None:
-                    parents[child] = node
-                yield from walk(child, parents)
+    for child in node.children:
+        yield from walk(child)
 
 
 def find_methods(module: cst.Module) -> list[RefreshMethod]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import random
 import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -226,8 +227,9 @@ class Clients:
         return self.outcomes
 
     def start(self, jobs: Iterable[Job], clients: int = CLIENTS) -> list[threading.Thread]:
-        # Threads may share the iterator of a list.
-        waiting = iter([*jobs])
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
         threads = [
             threading.Thread(target=self._take_jobs, args=(waiting,), daemon=True)
             for _ in range(clients)
@@ -236,10 +238,10 @@ class Clients:
             thread.start()
         return threads
 
-    def _take_jobs(self, waiting: Iterator[Job]) -> None:
-        for job in waiting:
-            if not self._do_job(job):
-                return
+    def _take_jobs(self, waiting: queue.SimpleQueue[Job]) -> None:
+        with contextlib.suppress(queue.Empty):
+            while self._do_job(waiting.get_nowait()):
+                pass
 
     def _do_job(self, job: Job) -> bool:
         """Make the requests of a job. False if one failed."""

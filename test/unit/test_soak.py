@@ -87,8 +87,14 @@ def test_the_plan_follows_from_the_seed():
 
 
 def test_a_healthy_server_passes(start):
-    found, rescored, failing = soak(start())
+    found, rescored, failing = soak(running := start())
     assert failing == set() and rescored.compared > 1000
+    log = running.log.read_text()
+    assert load.find_untested(log, 9) == ["8 requests ran at most, not 9"]
+    # As SGLang writes it, once for all requests that it takes out of a batch.
+    assert (
+        load.count_retracted("Retract requests. #retracted_reqs: 2, #new_tokens_gained: 256") == 2
+    )
     ends = Counter(outcome.end for outcome in found.outcomes)
     assert ends["closed"] == 1 and ends["aborted"] >= 2
     assert len(found.idle) == 4 and len(found.resident) == 2 and found.start == found.end

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from inkling_sconv import __version__
-from inkling_sconv.cli.apply import apply, revert
 from inkling_sconv.cli.ci_init import ci_init
 from inkling_sconv.cli.doctor import doctor
-from inkling_sconv.cli.export import export
+from inkling_sconv.cli.edit import apply, export, revert
 from inkling_sconv.cli.verify import verify
 from inkling_sconv.cli.watch import watch
 

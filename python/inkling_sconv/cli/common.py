@@ -1,4 +1,4 @@
-"""What several commands share: arguments, exit codes, errors, and the edit of a tree's file."""
+"""Arguments, exit codes and errors that several commands share."""
 
 import contextlib
 import sys
@@ -9,7 +9,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from inkling_sconv.errors import UserError
-from inkling_sconv.trees.tree import Tree, TreeError, open_tree
 
 HEALTHY, NEEDS_THE_FIX, COULD_NOT_TELL = 0, 1, 2
 
@@ -49,22 +48,3 @@ def fail(message: str, code: int = COULD_NOT_TELL) -> NoReturn:
     """Print one line on stderr and exit with ``code``."""
     warn(message)
     raise typer.Exit(code)
-
-
-def open_editable(path: Path | None) -> Tree:
-    """Find the tree at ``path``; refuse a wheel."""
-    if path is not None and path.suffix == ".whl":
-        raise TreeError(f"{path}: a wheel is not edited; unpack it, and name the folder")
-    with open_tree(path) as tree:
-        return tree
-
-
-def edit_file(file: Path, before: bytes, inert_fill: bool) -> bytes:
-    """Add the guard to the text ``before`` of ``file``; a refusal describes the edit by hand."""
-    from inkling_sconv.codemod.guard import add_guard, describe_by_hand
-    from inkling_sconv.codemod.shape import RefusedError
-
-    try:
-        return add_guard(before, inert_fill=inert_fill, format_as=file).text
-    except RefusedError as error:
-        raise RefusedError(f"{file}: {error}; not touched. {describe_by_hand(before)}") from None

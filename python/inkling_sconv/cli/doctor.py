@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from inkling_sconv.cli import common
-from inkling_sconv.trees.tree import Tree
+from inkling_sconv.cli.common import COULD_NOT_TELL, HEALTHY, NEEDS_THE_FIX
+from inkling_sconv.trees.tree import Tree, open_tree
 
 STYLES = {"holds": "green", "limit": "yellow", "broken": "red"}
 
@@ -25,8 +26,6 @@ def doctor(
 
     Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
     """
-    from inkling_sconv.trees.tree import open_tree
-
     with common.one_line_errors(), open_tree(path) as tree:
         report = _read_tree(tree) if static else _run_tree(tree, installed=path is None)
     if as_json:
@@ -38,20 +37,16 @@ def doctor(
 
 def _read_tree(tree: Tree) -> dict[str, Any]:
     """Report what the syntax tree alone tells."""
-    from inkling_sconv.codemod.shape import Shape, read_shape
+    from inkling_sconv.codemod.shape import read_shape
 
-    shape = read_shape(tree.backend.read_bytes())
-    codes = {
-        Shape.GUARDED: common.HEALTHY,
-        Shape.EXEMPT: common.HEALTHY,
-        Shape.ABSENT: common.COULD_NOT_TELL,
-    }
+    state = read_shape(tree.backend.read_bytes()).value
+    codes = {"guarded": HEALTHY, "exempt": HEALTHY, "absent": COULD_NOT_TELL}
     return {
         "tree": str(tree.root),
         "how": "from the syntax tree alone; nothing was run",
-        "state": shape.value,
+        "state": state,
         "setting": "",
-        "exit": codes.get(shape, common.NEEDS_THE_FIX),
+        "exit": codes.get(state, NEEDS_THE_FIX),
         "rows": [],
     }
 
@@ -65,9 +60,9 @@ def _run_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     if installed:
         report["plugin"] = describe_plugin()
     if "backend" not in report:
-        return report | {"exit": common.COULD_NOT_TELL}
+        return report | {"exit": COULD_NOT_TELL}
     broken = any(row["verdict"] == "broken" for row in report["rows"])
-    return report | {"exit": common.NEEDS_THE_FIX if broken else common.HEALTHY}
+    return report | {"exit": NEEDS_THE_FIX if broken else HEALTHY}
 
 
 def _get_fix(row: dict[str, Any]) -> str:
@@ -93,7 +88,7 @@ def _advise_environment(report: dict[str, Any]) -> str:
 def _advise(report: dict[str, Any]) -> str:
     """Word what to do next."""
     state, tree = report["state"], report["tree"]
-    if report["exit"] == common.COULD_NOT_TELL:
+    if report["exit"] == COULD_NOT_TELL:
         static = f"inkling-sconv doctor --static {tree}"
         missing = re.search(
             r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'",
@@ -105,9 +100,9 @@ def _advise(report: dict[str, Any]) -> str:
         which = "" if missing[1] else " in the version that this SGLang pins"
         return f"pip install {module}{which}, or judge without it: {static}"
     advice = _advise_environment(report)
-    if report["exit"] == common.HEALTHY and advice:
+    if report["exit"] == HEALTHY and advice:
         return f"it starts and is safe; for more accepted tokens (docs/fixes.md), {advice}"
-    if report["exit"] == common.HEALTHY:
+    if report["exit"] == HEALTHY:
         return "nothing: it starts and is safe"
     if state == "crashing":
         apply = f"inkling-sconv apply --diff {tree}"
@@ -137,9 +132,8 @@ def _print_report(report: dict[str, Any]) -> None:
             table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
         Console().print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
-        if limits and report["exit"] == common.HEALTHY:
-            limit = "limit" if limits == 1 else "limits"
-            print(f"{limits} {limit}: known, and harmless to what the server answers")
+        if limits and report["exit"] == HEALTHY:
+            print(f"limits: {limits}, known and harmless to what the server answers")
     if "plugin" in report:
         print(f"plugin: {report['plugin']}")
     why = f" ({report['why']})" if "why" in report else ""

@@ -10,12 +10,8 @@ from inkling_sconv.trees import git
 SUBJECT = "Fix Inkling draft-extend capture without prefix lengths"
 # git am needs these, and a user's configuration of git could change them.
 FORMAT = (
-    "--no-signature",
-    "--no-cover-letter",
-    "--no-attach",
-    "--unified=3",
-    "--src-prefix=a/",
-    "--dst-prefix=b/",
+    *("--no-signature", "--no-cover-letter", "--no-attach", "--unified=3"),
+    *("--src-prefix=a/", "--dst-prefix=b/"),
 )
 BODY = """\
 Problem: with MTP (--speculative-algorithm EAGLE --enable-multi-layer-eagle) the server dies while

@@ -1,53 +1,35 @@
-"""The guard as an edit: one local that holds the prefix lengths, and zeros where they are missing.
+"""Add the guard: a local that holds the prefix lengths, and zeros where they are missing.
 
 The file is rewritten as a syntax tree, so formatting, comments, names, line endings and encoding
-stay the author's. An edit that is not known to be safe is refused. Nothing here writes a file.
+stay the author's. An edit is refused unless it is known to be safe. Nothing here writes a file.
 """
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
+from inkling_sconv import names
+from inkling_sconv.codemod import shape
 from inkling_sconv.codemod.edits import Edit, apply_edits
-from inkling_sconv.codemod.shape import (
-    RefreshMethod,
-    RefusedError,
-    Shape,
-    compares_with_none,
-    ends_in_return,
-    find_methods,
-    is_crashing,
-    is_field,
-    is_name,
-    list_bound_names,
-    name_shape,
-    names_field,
-    parse,
-    walk,
-)
-from inkling_sconv.names import (
-    EXTEND_PREFIX_LENS,
-    REFRESH,
-    STATIC_INDICES,
-    TRACK_INDICES,
-    TRACK_MASK,
-    TRACK_SEQLENS,
-)
 
-INERT_FIELDS = {TRACK_MASK: ", dtype={torch}.bool", TRACK_INDICES: "", TRACK_SEQLENS: ""}
+INERT_FIELDS = {
+    names.TRACK_MASK: ", dtype={torch}.bool",
+    names.TRACK_INDICES: "",
+    names.TRACK_SEQLENS: "",
+}
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """A file's shape before the edit, and its whole text after it: the same if it needs no edit."""
 
-    shape: Shape
+    shape: shape.Shape
     text: bytes
 
 
@@ -63,46 +45,47 @@ def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None =
     Raises:
         RefusedError: the edit would not be safe, or would not cure anything.
     """
-    module = parse(text)
-    methods = find_methods(module)
-    shape = name_shape(methods)
-    if shape in (Shape.GUARDED, Shape.EXEMPT):
-        return Rewrite(shape, text)
-    if shape is Shape.ABSENT:
-        what = "defines" if not methods else f"reads BATCH.{EXTEND_PREFIX_LENS} in"
-        raise RefusedError(f"no class here {what} {REFRESH}")
-    if shape is Shape.UNTRACKED and not inert_fill:
-        raise RefusedError(
-            f"{REFRESH} fills no inert track fields, so the guard alone would change nothing; "
+    module = shape.parse(text)
+    methods = shape.find_methods(module)
+    state = shape.name_shape(methods)
+    if state in (shape.Shape.GUARDED, shape.Shape.EXEMPT):
+        return Rewrite(state, text)
+    if state is shape.Shape.ABSENT:
+        what = "defines" if not methods else f"reads BATCH.{names.EXTEND_PREFIX_LENS} in"
+        raise shape.RefusedError(f"no class here {what} {names.REFRESH}")
+    if state is shape.Shape.UNTRACKED and not inert_fill:
+        raise shape.RefusedError(
+            f"{names.REFRESH} fills no inert track fields, so the guard alone changes nothing; "
             "--inert-fill adds them, and the prefill runner still leaves tracking out"
         )
     edits: list[Edit] = []
-    for method in filter(is_crashing, methods):
+    for method in filter(shape.is_crashing, methods):
         edits += _edit_guard(method)
-        if shape is Shape.UNTRACKED:
+        if state is shape.Shape.UNTRACKED:
             edits += _edit_inert_fill(method)
-    return Rewrite(shape, _format_like(text, apply_edits(module, edits).bytes, format_as))
+    return Rewrite(state, _format_like(text, apply_edits(module, edits).bytes, format_as))
 
 
 def describe_by_hand(text: bytes) -> str:
     """Describe the edit in words, with the file's own names if they can be read."""
     try:
-        method = find_methods(parse(text))[0]
+        method = shape.find_methods(shape.parse(text))[0]
         batch, graph = method.batch, method.graph
-    except (RefusedError, IndexError):
+    except (shape.RefusedError, IndexError):
         batch, graph = "forward_batch", "on_graph_path"
     return (
-        f"By hand: in {REFRESH}, before the first use of {batch}.{EXTEND_PREFIX_LENS} and after "
-        f"the inert fill, bind it to a local; where that local is None and {graph} is true, "
-        f"set it to torch.zeros_like({batch}.{TRACK_SEQLENS}); use the local from there on."
+        f"By hand: in {names.REFRESH}, before the first use of "
+        f"{batch}.{names.EXTEND_PREFIX_LENS} and after the inert fill, bind it to a local; where "
+        f"that local is None and {graph} is true, set it to "
+        f"torch.zeros_like({batch}.{names.TRACK_SEQLENS}); use the local from there on."
     )
 
 
-def _edit_guard(method: RefreshMethod) -> Iterator[Edit]:
+def _edit_guard(method: shape.RefreshMethod) -> Iterator[Edit]:
     """Yield the local with the guard after it, and the local for every later load of the field."""
     _check_names(method)
     module, binding = method.module, method.binding
-    local = method.local or _choose_unused_name(method, ("prefix_lens", "track_prefix_lens"))
+    local = method.local or _choose_unused_name(method)
     block, anchor = _find_first_statement(method)
     if binding is not None:
         anchor = method.parents[binding]
@@ -112,11 +95,11 @@ def _edit_guard(method: RefreshMethod) -> Iterator[Edit]:
             method.refuse(anchor, f"more follows on its line, where {local} is bound")
     for fill in method.fills:
         if method.order[fill] >= method.order[anchor]:
-            method.refuse(fill, f"the inert fill comes after {EXTEND_PREFIX_LENS} is read")
+            method.refuse(fill, f"the inert fill comes after {names.EXTEND_PREFIX_LENS} is read")
 
     comment = "# A capture batch has no prefix lengths. None of its rows is tracked: zeros do.\n"
-    bind = f"{local} = {method.batch}.{EXTEND_PREFIX_LENS}\n"
-    zeros = f"{_find_torch_name(module)}.zeros_like({method.batch}.{TRACK_SEQLENS})"
+    bind = f"{local} = {method.batch}.{names.EXTEND_PREFIX_LENS}\n"
+    zeros = f"{_find_torch_name(module)}.zeros_like({method.batch}.{names.TRACK_SEQLENS})"
     guard = f"if {local} is None and {method.graph}:\n    {local} = {zeros}\n"
     if binding is not None:
         yield Edit(anchor, anchor, after=_parse_statements(module, comment + guard))
@@ -126,25 +109,25 @@ def _edit_guard(method: RefreshMethod) -> Iterator[Edit]:
         if binding is not None and binding in method.trace_path(load):
             continue
         if method.order[load] < method.order[anchor]:
-            method.refuse(load, f"{EXTEND_PREFIX_LENS} is read before {local} is bound")
+            method.refuse(load, f"{names.EXTEND_PREFIX_LENS} is read before {local} is bound")
         yield Edit(load, cst.Name(local))
 
 
-def _check_names(method: RefreshMethod) -> None:
+def _check_names(method: shape.RefreshMethod) -> None:
     """Refuse whatever would make the guard's names mean something else."""
     if method.none_tests:
         method.refuse(
             method.none_tests[0],
-            f"a missing {EXTEND_PREFIX_LENS} is treated here already, another way",
+            f"a missing {names.EXTEND_PREFIX_LENS} is treated here already, another way",
         )
     readers = {node for load in method.loads for node in method.trace_path(load)}
     for node in method.nodes:
         reads = node in readers
-        bound = list_bound_names(node)
-        if names_field(node) and node not in method.loads:
-            method.refuse(node, f"{EXTEND_PREFIX_LENS} is read through another name")
+        bound = shape.list_bound_names(node)
+        if shape.names_field(node) and node not in method.loads:
+            method.refuse(node, f"{names.EXTEND_PREFIX_LENS} is read through another name")
         if reads and isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del):
-            method.refuse(node, f"{EXTEND_PREFIX_LENS} of the batch is assigned")
+            method.refuse(node, f"{names.EXTEND_PREFIX_LENS} of the batch is assigned")
         if method.batch in bound or method.graph in bound:
             method.refuse(node, f"{' and '.join(bound)} is assigned anew")
         if method.local in bound and node is not method.binding:
@@ -153,18 +136,18 @@ def _check_names(method: RefreshMethod) -> None:
             method.refuse(node, "names are unbound or shared here")
         inner = isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef)
         if reads and inner and node is not method.node:
-            method.refuse(node, f"an inner function reads {EXTEND_PREFIX_LENS}")
+            method.refuse(node, f"an inner function reads {names.EXTEND_PREFIX_LENS}")
 
 
-def _choose_unused_name(method: RefreshMethod, names: Sequence[str]) -> str:
+def _choose_unused_name(method: shape.RefreshMethod) -> str:
     used = {node.value for node in method.nodes if isinstance(node, cst.Name)}
-    for name in names:
+    for name in ("prefix_lens", "track_prefix_lens"):
         if name not in used:
             return name
-    raise RefusedError(f"{REFRESH} uses the names {' and '.join(names)} for something else")
+    raise shape.RefusedError("prefix_lens and track_prefix_lens are used for something else")
 
 
-def _find_first_statement(method: RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNode]:
+def _find_first_statement(method: shape.RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNode]:
     """Find the innermost block that holds every load, and its first statement with one."""
     paths = [method.trace_path(load) for load in method.loads]
     common = [nodes[0] for nodes in zip(*paths, strict=False) if len({*map(id, nodes)}) == 1]
@@ -175,12 +158,11 @@ def _find_first_statement(method: RefreshMethod) -> tuple[cst.CSTNode, cst.CSTNo
     return blocks[-1], min((path[below] for path in paths), key=method.order.__getitem__)
 
 
-def _edit_inert_fill(method: RefreshMethod) -> Iterator[Edit]:
+def _edit_inert_fill(method: shape.RefreshMethod) -> Iterator[Edit]:
     """Keep the early return for eager batches; elsewhere fill inert fields, allocated once."""
     module, batch, torch = method.module, method.batch, _find_torch_name(method.module)
-    early = _find_only(
-        method.nodes, lambda node: _is_early_return(node, batch), "early return on no mask"
-    )
+    returns = (node for node in method.nodes if _is_early_return(node, batch))
+    early = _find_only(returns, "early return on no mask")
     fill = "# A capture has to record the scatter: it gets fields that track nothing.\n"
     for name in INERT_FIELDS:
         fill += f"{batch}.{name} = {method.host}._inert_{name}[: {batch}.batch_size]\n"
@@ -190,23 +172,20 @@ def _edit_inert_fill(method: RefreshMethod) -> Iterator[Edit]:
         early, early.with_changes(body=cst.IndentedBlock([eager, *_parse_statements(module, fill)]))
     )
 
-    allocation = _find_only(
-        [*walk(method.owner)], _allocates_indices, f"allocation of {STATIC_INDICES}"
-    )
-    host = next(node.value for node in walk(allocation) if isinstance(node, cst.Name))
+    allocations = filter(_allocates_indices, shape.walk(method.owner))
+    allocation = _find_only(allocations, f"allocation of {names.STATIC_INDICES}")
+    host = next(node.value for node in shape.walk(allocation) if isinstance(node, cst.Name))
     fields = "# Track fields for captures without tracking metadata: graphs only read them.\n"
     for name, kind in INERT_FIELDS.items():
-        like = f"{host}.{STATIC_INDICES}[:, 0]{kind.format(torch=torch)}"
+        like = f"{host}.{names.STATIC_INDICES}[:, 0]{kind.format(torch=torch)}"
         fields += f"{host}._inert_{name} = {torch}.zeros_like({like})\n"
     yield Edit(allocation, allocation, after=_parse_statements(module, fields))
 
 
-def _find_only(
-    nodes: Sequence[cst.CSTNode], is_wanted: Callable[[cst.CSTNode], bool], what: str
-) -> cst.CSTNode:
-    found = [node for node in nodes if is_wanted(node)]
+def _find_only(nodes: Iterable[cst.CSTNode], what: str) -> cst.CSTNode:
+    found = [*nodes]
     if len(found) != 1:
-        raise RefusedError(f"{len(found)} places look like the {what}, not 1")
+        raise shape.RefusedError(f"{len(found)} places look like the {what}, not 1")
     return found[0]
 
 
@@ -215,9 +194,9 @@ def _is_early_return(node: cst.CSTNode, batch: str) -> bool:
     return (
         isinstance(node, cst.If)
         and node.orelse is None
-        and compares_with_none(node.test, cst.Is)
-        and is_field(node.test.left, batch, TRACK_MASK)
-        and ends_in_return(node)
+        and shape.compares_with_none(node.test, cst.Is)
+        and shape.is_field(node.test.left, batch, names.TRACK_MASK)
+        and shape.ends_in_return(node)
     )
 
 
@@ -225,8 +204,8 @@ def _allocates_indices(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.SimpleStatementLine) and any(
         isinstance(inner, cst.AssignTarget)
         and isinstance(inner.target, cst.Attribute)
-        and is_name(inner.target.attr, STATIC_INDICES)
-        for inner in walk(node)
+        and shape.is_name(inner.target.attr, names.STATIC_INDICES)
+        for inner in shape.walk(node)
     )
 
 
@@ -239,7 +218,7 @@ def _find_torch_name(module: cst.Module) -> str:
                     for alias in node.names:
                         if alias.evaluated_name == "torch":
                             return alias.evaluated_alias or "torch"
-    raise RefusedError("the file does not import torch at its top level")
+    raise shape.RefusedError("the file does not import torch at its top level")
 
 
 def _parse_statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement, ...]:

@@ -43,11 +43,8 @@ class RefreshMethod:
     """One definition of the refresh, what it calls its arguments, and the nodes in it."""
 
     def __init__(self, module: cst.Module, owner: cst.ClassDef, node: cst.FunctionDef):
-        params = node.params
-        names = [
-            param.name.value
-            for param in (*params.posonly_params, *params.params, *params.kwonly_params)
-        ]
+        params = (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params)
+        names = [param.name.value for param in params]
         if len(names) < 3:
             raise RefusedError(f"{REFRESH} takes {names}: which one says it is on a graph path?")
         self.module, self.owner, self.node = module, owner, node

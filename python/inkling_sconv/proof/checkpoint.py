@@ -16,12 +16,10 @@ output:
 - The block of each MTP head is a copy of the carrier, fed with the embedding of the next token. It
   predicts the target's token if its convolution window is right, and almost never if it is wrong.
 
-With two draft steps, ``test/unit/test_tiny.py`` measures an accept length of 2.7 of 3, bonus token
-included, and of 1.3 with the draft's conv windows zeroed before each step. SGLang reads those
-windows in every step only under ``SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX=0``. By default it rebuilds
-them from the last tokens, and reads them only right after a prefix hit: with one token left to
-prefill, the first accept length is then 2.5, or 1.3 with zeroed windows. An emulator gave these
-figures; docs/evidence.md has those of a server.
+With two draft steps, the emulator in ``test/unit/test_tiny.py`` measures an accept length of 2.7 of
+3, bonus token included, and of 1.3 with the draft's conv windows zeroed before each step. By
+default SGLang reads those windows only right after a prefix hit. docs/evidence.md has the figures
+of a server.
 """
 
 import argparse

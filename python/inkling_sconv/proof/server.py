@@ -1,7 +1,5 @@
 """A real ``sglang.launch_server`` for as long as a ``with`` block, and requests to it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -109,7 +107,7 @@ class Server:
         """Where the server listens."""
         return f"http://{HOST}:{self.port}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         try:
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen(
@@ -322,7 +320,7 @@ def _find_fault(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
             return f"{name} is no count"
     if scored and not _are_logprobs(meta.get("input_token_logprobs")):
         return "no input_token_logprobs"
-    # Asked for no tokens, SGLang still samples one; callers do not read it.
+    # If ``new_tokens`` is 0, SGLang still samples a token, which callers do not read.
     if new_tokens:
         tokens = answer.get("output_ids")
         if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inkling_sconv.errors import UserError
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
 
@@ -53,23 +54,23 @@ def read_vocabulary_size(model: Path) -> int:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, has no ``vocab_size``, or one too small to draw prompts from.
+        UserError: it is not JSON, has no ``vocab_size``, or one too small to draw prompts from.
     """
     file = model / "config.json"
     try:
         pending: list[Any] = [json.loads(file.read_bytes())]
     except (ValueError, RecursionError):
-        raise ValueError(f"{file} is not JSON") from None
+        raise UserError(f"{file} is not JSON") from None
     while pending:
         node = pending.pop(0)
         if isinstance(node, dict):
             size = node.get("vocab_size")
             if type(size) is int:
                 if size < 3:
-                    raise ValueError(f"{file}: vocab_size {size} leaves nothing to draw from")
+                    raise UserError(f"{file}: vocab_size {size} leaves nothing to draw from")
                 return size
             pending += node.values()
-    raise ValueError(f"{file} names no vocab_size")
+    raise UserError(f"{file} names no vocab_size")
 
 
 def verify(

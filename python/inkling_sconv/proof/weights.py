@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 
-from inkling_sconv.proof.architecture import (
-    D_REL,
-    END_OF_TEXT,
-    HIDDEN,
-    INTERMEDIATE,
-    find_carrier,
-)
+from inkling_sconv.proof.architecture import D_REL, END_OF_TEXT, HIDDEN, INTERMEDIATE, find_carrier
 
 RECALL = 0.6
 """How far each row of the carrier's MLP points at the embeddings of two tokens. The unit of the

@@ -36,8 +36,7 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["the process ended without an error message"]
-        report |= {"state": "unknown", "why": lines[-1]}
-        return report
+        return report | {"state": "unknown", "why": lines[-1]}
     answer = json.loads(done.stdout.splitlines()[-1])
     report["how"] = "run on CPU tensors" + (", SGLang's plugins loaded" if installed else "")
     if not answer["backends"]:
@@ -48,7 +47,5 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
         report["bare"] = answer["bare"][0]
     return report | {
         "backend": worst["name"],
-        "state": worst["state"],
-        "rows": worst["rows"],
-        "setting": worst["setting"],
+        **{k: worst[k] for k in ("state", "rows", "setting")},
     }

@@ -57,12 +57,12 @@ def restore_file(path: Path) -> bool:
         except FileNotFoundError:
             raise ReplaceError(f"{path}: was not written by apply; nothing to take back") from None
         now = path.read_bytes()
-        if now != before and _hash(now) != json.loads(head)["after"]:
-            raise ReplaceError(
-                f"{path}: edited after apply; left as it is. The text before apply is in {backup}, "
-                "after its first line"
-            )
         if now != before:
+            if _hash(now) != json.loads(head)["after"]:
+                raise ReplaceError(
+                    f"{path}: edited after apply; left as it is. The text before apply is in "
+                    f"{backup}, after its first line"
+                )
             write_file(path, before, like=path)
         _name_temporary(path).unlink(missing_ok=True)
         backup.unlink()

@@ -43,7 +43,7 @@ ReadState = Callable[[bytes], str]
 
 
 class WatchError(UserError):
-    """It cannot be told what is new. The message says what failed, and what to do."""
+    """``watch`` cannot tell what is new. The message says what failed, and what to do."""
 
 
 @dataclass(frozen=True)

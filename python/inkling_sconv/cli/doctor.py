@@ -65,16 +65,11 @@ def _run_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     return report | {"exit": NEEDS_THE_FIX if broken else HEALTHY}
 
 
-def _get_fix(row: dict[str, Any]) -> str:
-    """Return the name of the fix for a row that does not hold, if there is one."""
-    return "" if row["verdict"] == "holds" else row["fix"]
-
-
 def _advise_environment(report: dict[str, Any]) -> str:
     """Word what to change in the environment, so that the plugin applies the missing fixes."""
     from inkling_sconv.plugin.settings import list_obstacles
 
-    fixes = {*map(_get_fix, report["rows"])} - {""}
+    fixes = {row["fix"] for row in report["rows"] if row["verdict"] != "holds"} - {""}
     if not fixes:
         return ""
     setting = report["setting"]
@@ -128,7 +123,7 @@ def _print_report(report: dict[str, Any]) -> None:
             table.add_column(heading, overflow="fold")
         for row in report["rows"]:
             verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            fix = f"; fixed by {_get_fix(row)}" if _get_fix(row) else ""
+            fix = f"; fixed by {row['fix']}" if row["fix"] and row["verdict"] != "holds" else ""
             table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
         Console().print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])

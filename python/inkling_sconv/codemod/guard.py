@@ -115,19 +115,17 @@ def _edit_guard(method: shape.RefreshMethod) -> Iterator[Edit]:
 
 def _check_names(method: shape.RefreshMethod) -> None:
     """Refuse whatever would make the guard's names mean something else."""
-    if method.none_tests:
-        method.refuse(
-            method.none_tests[0],
-            f"a missing {names.EXTEND_PREFIX_LENS} is treated here already, another way",
-        )
+    field = names.EXTEND_PREFIX_LENS
+    for test in method.none_tests:
+        method.refuse(test, f"a missing {field} is treated here already, another way")
     readers = {node for load in method.loads for node in method.trace_path(load)}
     for node in method.nodes:
         reads = node in readers
         bound = shape.list_bound_names(node)
         if shape.names_field(node) and node not in method.loads:
-            method.refuse(node, f"{names.EXTEND_PREFIX_LENS} is read through another name")
+            method.refuse(node, f"{field} is read through another name")
         if reads and isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del):
-            method.refuse(node, f"{names.EXTEND_PREFIX_LENS} of the batch is assigned")
+            method.refuse(node, f"{field} of the batch is assigned")
         if method.batch in bound or method.graph in bound:
             method.refuse(node, f"{' and '.join(bound)} is assigned anew")
         if method.local in bound and node is not method.binding:
@@ -136,7 +134,7 @@ def _check_names(method: shape.RefreshMethod) -> None:
             method.refuse(node, "names are unbound or shared here")
         inner = isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef)
         if reads and inner and node is not method.node:
-            method.refuse(node, f"an inner function reads {names.EXTEND_PREFIX_LENS}")
+            method.refuse(node, f"an inner function reads {field}")
 
 
 def _choose_unused_name(method: shape.RefreshMethod) -> str:

@@ -68,10 +68,8 @@ def draw_weights(
 
 
 def _draw_tensor(name: str, shape: tuple[int, ...], seed: int, carrier: int) -> torch.Tensor:
-    if name.endswith("global_scale"):
-        return torch.ones(shape, dtype=torch.bfloat16)
-    if ".mtp." in name and name.endswith(".embed_norm.weight"):
-        # The head's block then gets the embedding as the carrier does.
+    # With a norm of ones, a head's block gets the embedding as the carrier does.
+    if name.endswith("global_scale") or (".mtp." in name and name.endswith(".embed_norm.weight")):
         return torch.ones(shape, dtype=torch.bfloat16)
     values = _draw_uniform(seed, name, shape)
     if name.endswith("input_proj.weight"):

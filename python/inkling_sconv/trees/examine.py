@@ -45,7 +45,5 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     worst = max(answer["backends"], key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
     if answer["bare"] and answer["bare"][0] != worst["state"]:
         report["bare"] = answer["bare"][0]
-    return report | {
-        "backend": worst["name"],
-        **{k: worst[k] for k in ("state", "rows", "setting")},
-    }
+    kept = {key: worst[key] for key in ("state", "rows", "setting")}
+    return report | kept | {"backend": worst["name"]}

@@ -89,7 +89,10 @@ def look_for_releases(
         except InvalidVersion:
             raise WatchError(f"--release {release!r}: not a version, such as 0.5.23") from None
     else:
-        found = list_versions()
+        done = _run_pip("index", "versions", PACKAGE, "--pre", seconds=INDEX_SECONDS)
+        if done.returncode:
+            raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; ask pip by hand")
+        found = read_versions(done.stdout)
         versions = sorted(version for version in found if version > Version(newest_known))
         if not versions:
             body = f"The newest that pip finds is {max(found)}."
@@ -102,18 +105,6 @@ def look_for_releases(
         table = f"the table says {last.known}"
     title = f"SGLang {last.version} is {last.state}; {table}"
     return Answer(new, title, _format_body(releases, new), releases)
-
-
-def list_versions() -> list[Version]:
-    """List every version of SGLang that pip finds, release candidates too.
-
-    Raises:
-        WatchError: pip finds no version, or fails.
-    """
-    done = _run_pip("index", "versions", PACKAGE, "--pre", seconds=INDEX_SECONDS)
-    if done.returncode:
-        raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; ask pip by hand")
-    return read_versions(done.stdout)
 
 
 def read_versions(answer: str) -> list[Version]:

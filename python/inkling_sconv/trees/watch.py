@@ -158,13 +158,14 @@ def _examine_release(
         done = _run_pip("download", *arguments, seconds=DOWNLOAD_SECONDS)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
-            problem = f"not downloaded ({_find_reason(done)}); try again later"
             if "No matching distribution" in done.stderr:
-                problem = (
-                    "pip finds no such release for this Python; "
+                raise WatchError(
+                    f"{requirement}: pip finds no such release for this Python; "
                     f"see: pip index versions {PACKAGE} --pre"
                 )
-            raise WatchError(f"{requirement}: {problem}")
+            raise WatchError(
+                f"{requirement}: not downloaded ({_find_reason(done)}); try again later"
+            )
         report_progress(f"{requirement}: running its class")
         report = examine_wheel(wheels[0], read_state)
     state, known = report["state"], KNOWN.get(str(version))

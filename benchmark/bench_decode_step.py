@@ -1,6 +1,6 @@
 """What one decode step costs on the GPU: launches and microseconds, and which kernels come and go.
 
-Each contender gets a server of its own on the tiny Inkling with MTP and CUDA graphs. SGLang's own
+Each contender gets servers of its own on the tiny Inkling with MTP and CUDA graphs. SGLang's own
 ``/start_profile`` (the torch profiler) records decode steps. A step has parts: the graph that
 verifies, the draft-extend graph, other graphs, and launches outside graphs. The tiny server is
 bound by its host, so this times kernels, not answers.
@@ -169,7 +169,7 @@ def measure(
     say: Callable[[str], None],
     **server: Any,
 ) -> tuple[dict[str, Any], dict[str, list[list[float]]], dict[int, Profile]]:
-    """Start a server of contender ``name``: its record, its answers, and a profile a batch size.
+    """Start servers of contender ``name``: its record, its answers, and a profile a batch size.
 
     Never raises for what the server does: the record's ``error`` has it.
     """
@@ -177,15 +177,17 @@ def measure(
     answers: dict[str, list[list[float]]] = {}
     profiles: dict[int, Profile] = {}
     vocabulary = verify.read_vocabulary_size(model)
-    log = options.log_dir / f"server-{name.replace('+', '-').replace(',', '-')}.log"
-    start = time.perf_counter()
+    stem = name.replace("+", "-").replace(",", "-")
+    everything = (*BASE_OPTIONS, *MTP_OPTIONS)
     try:
-        everything = (*BASE_OPTIONS, *MTP_OPTIONS)
-        with Server(model, everything, log, environment=environment, **server) as running:
-            found["start-up, s"] = time.perf_counter() - start
-            say(f"{name}: comparing answers")
-            answers = collect_answers(running, vocabulary)
-            for batch in options.batches:
+        # A server a batch size: SGLang 0.5.17 can crash when it is profiled a second time.
+        for batch in options.batches:
+            log = options.log_dir / f"server-{stem}-{batch}.log"
+            start = time.perf_counter()
+            with Server(model, everything, log, environment=environment, **server) as running:
+                found.setdefault("start-up, s", round(time.perf_counter() - start, 1))
+                say(f"{name}: comparing answers")
+                answers = answers or collect_answers(running, vocabulary)
                 say(f"{name}: profiling {PROFILED_STEPS} decode steps of {batch} requests")
                 folder = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
                 profiles[batch] = record_profile(running, vocabulary, batch, Path(folder))

@@ -169,9 +169,7 @@ def list_decode_steps(release: str, record: dict[str, Any]) -> Iterator[tuple[st
                 launches, us = figures["launches"], figures["us"]
                 parts = [f"{launches[p]['median']:.0f}" for p in launches if p != "step"]
                 whole = f"{launches['step']['median']:.0f} ({', '.join(parts)})"
-                # GPU time of another run does not compare, so a record may lack it.
-                time = format_summary(us["step"], 1) if us else "-"
-                yield release, name, batch, whole, time
+                yield release, name, batch, whole, format_summary(us["step"], 1)
 
 
 def format_kernel_changes(record: dict[str, Any]) -> Iterator[str]:
@@ -377,8 +375,6 @@ def make_page() -> Iterator[str]:
             compared = sum(c["compared"] for c in one["comparisons"])
             differing = sum(c["differing"] for c in one["comparisons"])
             yield f"{differing} of {compared} output tokens, steps and logprobs differ.\n"
-            if note := one.get("note"):
-                yield f"{note}\n"
     for release in list_releases():
         if mutants := [*list_mutants(release)]:
             yield f"## Wrong versions on {release}\n"

@@ -72,13 +72,3 @@ def test_a_soak_that_failed_is_not_shown(records):
     del record["killed"]
     soak.write_text(json.dumps(record))
     assert "## Soak" not in "\n".join(write_evidence.make_page())
-
-
-def test_gpu_time_of_another_run_is_not_shown_beside_the_others(records):
-    (records / RELEASE).mkdir()
-    record = json.loads((ROOT / "docs/evidence" / RELEASE / "decode-step.json").read_text())
-    rows = [*write_evidence.list_decode_steps(RELEASE, record)]
-    assert {row[-1] for row in rows if row[1] == "inert"} == {"-"}
-    assert all(row[-1] != "-" for row in rows if row[1] != "inert")
-    (records / RELEASE / "decode-step.json").write_text(json.dumps(record))
-    assert record["note"] in "\n".join(write_evidence.make_page())

@@ -44,6 +44,8 @@ def dump_conv_pools() -> None:
         # The server's other processes load the plugin too; they have no backend.
         while not (backends and (folder / "wanted").exists()):
             time.sleep(0.1)
+        # With overlapped scheduling, one more step may follow the last answer.
+        time.sleep(1)
         torch.cuda.synchronize()
         caches = {id(b._mamba_cache): b._mamba_cache for b in backends}
         torch.save([c.cpu() for m in caches.values() for c in m.conv], folder / "pools.pt")

@@ -25,8 +25,6 @@ Exit 0: everything was measured, and nothing differs; 1: something differs, or a
 this machine cannot run it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,7 +4,6 @@ One process measures all contenders in turns: a round measures each contender on
 round begins with another one. Three measures, in microseconds per call:
 
 graph   device time in a replayed CUDA graph of many calls
-eager   device time of calls that the host launches one by one, ahead of the device
 host    host time of an eager call
 
 ``first`` counts seconds and Triton compilations of the first calls at batch sizes never seen
@@ -17,13 +16,10 @@ before. Without a GPU the script compares results and measures host time of the 
 The record, where a summary is ``{"median": us, "spread": half the distance of the quartiles}``::
 
     {"machine": {...}, "sglang": str,
-     "measures": {"graph" | "eager" | "host": {rows: {contender: summary}}},
+     "measures": {"graph" | "host": {rows: {contender: summary}}},
      "first": {contender: {"seconds": float, "compilations": int}},
-     "parts, graph": {rows: {part: summary}},
-     "targets": [[str, bool], ...]}
+     "parts, graph": {rows: {part: summary}}}
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib
@@ -230,29 +226,13 @@ def time_graph(call: Call, calls: int) -> float:
     return milliseconds * 1e3 / calls
 
 
-def time_eager(call: Call, calls: int) -> float:
-    """Microseconds of device time per call, while the device always has the next launch waiting."""
-    # Deeper queues make the host wait; the chain is eleven or twelve launches a call.
-    calls = min(calls, 40)
-    host = timeit.timeit(call, number=calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(2e9 * (2 * host + 1e-4)))  # cycles, at about 2 GHz
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / calls
-
-
 def time_host(call: Call, calls: int) -> float:
     """Microseconds of host time per call. The device is faster than its host, so nothing waits."""
     synchronize()
     return timeit.timeit(call, number=calls) / calls * 1e6
 
 
-TIMERS = {"graph": time_graph, "eager": time_eager, "host": time_host}
+TIMERS = {"graph": time_graph, "host": time_host}
 
 
 def measure(contenders: list[Contender], kind: str, options: argparse.Namespace) -> Results:
@@ -304,27 +284,6 @@ def print_table(title: str, results: Results, base: str) -> None:
         cells = (format_summary(of[name]) for of in results.values())
         row = (f"{cell:>14}{ratio:7.2f}x" for cell, ratio in zip(cells, ratios, strict=True))
         print(f"{name:46}" + "".join(row))
-
-
-def judge_targets(report: dict[str, Any], rival: str | None) -> list[tuple[str, bool]]:
-    """Each target, with figures, and whether this run meets it."""
-    found = []
-    for rows, graph in report["measures"]["graph"].items():
-        host = report["measures"]["host"][rows]
-        device, chain = graph[OURS]["median"], graph[CHAIN]["median"] / graph[OURS]["median"]
-        ours, floor = host[OURS]["median"], host[EMPTY]["median"]
-        found.append((f"graph, {rows} rows: chain / ours = {chain:.1f}, at least 9", chain >= 9))
-        text = f"host, {rows} rows: {ours:.1f} us, empty kernel {floor:.1f}, at most 5 more"
-        found.append((text, ours <= floor + 5))
-        if rival:
-            most = graph[rival]["median"] + graph[rival]["spread"] + graph[OURS]["spread"]
-            text = f"graph, {rows} rows: {device:.3f} us, SGLang's kernel and spreads {most:.3f}"
-            found.append((text, device <= most))
-            theirs = host[rival]["median"]
-            text = f"host, {rows} rows: {ours:.1f} us, SGLang's kernel {theirs:.1f}"
-            found.append((text, ours < theirs))
-    count = report["first"][OURS]["compilations"]
-    return [*found, (f"{count} compilations at new batch sizes, 0 wanted", count == 0)]
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -442,9 +401,6 @@ def main() -> None:
         print(f"\nfirst calls at {options.new_sizes} new batch sizes")
         for name, first in report["first"].items():
             print(f"{name:46}{first['compilations']} compilations, {first['seconds']:.2f} s")
-        report["targets"] = judge_targets(report, rival.name if rival else None)
-        for text, met in report["targets"]:
-            print("met    " if met else "not met", text)
         if options.plot:
             plot(report, options.plot)
     if options.json:

@@ -1,7 +1,5 @@
 """What decode steps did on the GPU, read from a Chrome trace by the torch profiler."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -75,8 +73,7 @@ def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> P
     """The decode steps of ``batch`` requests in a trace.
 
     A graph's operations carry the correlation id of its launch. The time of the launch says in
-    which step it was. If the trace has no ``step[TARGET_VERIFY bs=N]`` spans, launches of graphs
-    without draft-extend's kernels mark the steps, for any batch size.
+    which step it was; SGLang's ``step[TARGET_VERIFY bs=N]`` spans mark the steps.
 
     Raises:
         TraceError: there is no whole step.
@@ -111,16 +108,12 @@ def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> P
             part_of[correlation] = OUTSIDE
         elif any(_DRAFT_KERNEL in operation.name for operation in ran):
             part_of[correlation] = DRAFT
-        elif not verifications or any(first <= start < last for first, last, _ in verifications):
+        elif any(first <= start < last for first, last, _ in verifications):
             part_of[correlation] = VERIFY
         else:
             part_of[correlation] = OTHER
-    if verifications:
-        wanted = f"step[TARGET_VERIFY bs={batch}]"
-        marks = [(start, name) for start, _, name in spans if "DRAFT_EXTEND" not in name]
-    else:
-        wanted = VERIFY
-        marks = [(launched[c][0], VERIFY) for c, part in part_of.items() if part == VERIFY]
+    wanted = f"step[TARGET_VERIFY bs={batch}]"
+    marks = [(start, name) for start, _, name in spans if "DRAFT_EXTEND" not in name]
     marks.sort()
     # The last step is left out: the profile may end before it does.
     steps = [number for number, (_, name) in enumerate(marks[:-1]) if name == wanted]

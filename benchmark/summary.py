@@ -1,7 +1,5 @@
 """How every benchmark sums up repeated measurements."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ names. Every figure on the page is read from a record.
     python benchmark/write_evidence.py --take DIR    # every .json and .xml in DIR and below
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 Usage: python docs/draw_batch.py [OUT.svg]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

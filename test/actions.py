@@ -1,7 +1,5 @@
 """GitHub Actions on this machine: repositories, events, steps, a ``gh`` that records its calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

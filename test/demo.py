@@ -4,8 +4,6 @@ Each tree gets a process of its own. It runs SGLang's class on CPU tensors as pu
 loads its plugins, and the class runs again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

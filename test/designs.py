@@ -3,8 +3,6 @@
 ``python test/designs.py`` writes ``docs/designs.md``; ``test_designs.py`` fails if that is stale.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess
@@ -43,7 +41,7 @@ def run_all() -> dict[str, list[dict[str, str]]]:
     (host,) = find_backends(module)
     fixed = types.ModuleType(f"{names.BACKEND_MODULE}_fixed")
     sys.modules[fixed.__name__] = fixed
-    text = add_guard(Path(module.__file__).read_bytes()).text
+    text = add_guard(Path(module.__file__).read_bytes())
     exec(compile(text, "<fixed>", "exec"), vars(fixed))
     (applied,) = find_backends(fixed)
     ours = mutants.CONTROLS[0]

@@ -3,8 +3,6 @@
 Scenarios of ``test/drive.py``: it beside our method, and after our refresh in both forms.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Draft-extend steps that move a conv state forward, and the states after them, token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -21,8 +21,6 @@ stdin, forks a child for each, and prints what the child found as JSON. A job is
 Every other scenario is one of ``test/fix_scenarios.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -12,8 +12,6 @@ of queue and retraction, and ``/metrics`` of its pools.
 ``stream=TEXT``  the fourth message of a stream
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

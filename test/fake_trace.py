@@ -1,7 +1,5 @@
 """A Chrome trace as the torch profiler writes it of decode steps, without a GPU."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -22,7 +20,6 @@ def trace(
     verify: Sequence[str] = VERIFY,
     draft: Sequence[Sequence[str]] = (DRAFT,),
     between: Sequence[str] = ("sample", "Memcpy DtoH (Device -> Pinned)"),
-    spans: bool = True,
 ) -> list[dict[str, Any]]:
     """Events of ``steps`` decode steps, in no order.
 
@@ -47,9 +44,8 @@ def trace(
 
     for step in range(steps):
         start = step * STEP
-        if spans:
-            complete("user_annotation", f"step[TARGET_VERIFY bs={batch}]", start, 100)
-            complete("user_annotation", f"step[DRAFT_EXTEND_V2 bs={batch}]", start + 300, 100)
+        complete("user_annotation", f"step[TARGET_VERIFY bs={batch}]", start, 100)
+        complete("user_annotation", f"step[DRAFT_EXTEND_V2 bs={batch}]", start + 300, 100)
         launch("cudaGraphLaunch", verify, start + 50)
         for place, name in enumerate(between):
             launch("cudaLaunchKernel", [name], start + 150 + 10 * place)

@@ -4,8 +4,6 @@ Checks named for a fix are ``fix_scenarios.CHECKS``, which run in a tree. ``appl
 ``choosing`` are in ``test/unit/test_fixes.py``.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import types

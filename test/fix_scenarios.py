@@ -3,8 +3,6 @@
 Scenarios of ``test/drive.py``. Each returns what it found, for JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -7,8 +7,6 @@ files, figures and server logs go to ``INKLING_SCONV_LOGS``. Exit 0: something r
 failed; 1: something failed, or nothing ran; 2: this machine cannot run the tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

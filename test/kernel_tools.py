@@ -3,8 +3,6 @@
 A test with the fixture ``device`` runs on "cpu", where Triton interprets the kernel, and on "gpu".
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

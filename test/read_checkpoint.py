@@ -4,8 +4,6 @@ Runs its own config, loader, model classes, tokenizer and KL helpers on a CPU. P
 Nothing is downloaded: Python's sockets are shut.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -3,8 +3,6 @@
 ``python test/releases.py`` fetches all of them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ The suites and the SGLang that they test are the checkout's. Nothing is written 
 the tiny checkpoint unless ``INKLING_TEST_MODEL_PATH`` names another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

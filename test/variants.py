@@ -3,8 +3,6 @@
 No line of SGLang is kept here: an edit names only the few tokens that it changes.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """What the scripts share: GitHub's API through ``gh``, and the variables and files of Actions."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ tests and runner. ``run`` runs the tests. ``report`` answers. Jobs whose token c
 file from the default branch with nothing installed, so it needs only the standard library.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -4,8 +4,6 @@ The job that runs this may write issues. It is not the job that runs ``watch``, 
 SGLang; so the answer is checked here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 It prints the lines that a server would log: one for the backend and one for each fix applied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 Each is written here once. SGLang's names are those of 0.5.17 - 0.5.23.
 """
 
-from __future__ import annotations
-
 PLUGIN_GROUP = "sglang.srt.plugins"
 """Entry-point group of SGLang's plugins, and the module that loads them."""
 

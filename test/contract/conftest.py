@@ -3,8 +3,6 @@
 ``subject`` is the backend class that SGLang ends up with; ``mutants.py`` gives other classes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It shares nothing with the code under test.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

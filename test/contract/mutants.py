@@ -4,8 +4,6 @@
 as ``ast.unparse`` writes it, so layout and comments do not matter.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -4,8 +4,6 @@
 their names.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The rejected designs and the missing guard, in real CUDA graphs: each must fail a check."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,16 +1,19 @@
 """Fixtures that run ``test/drive.py`` in SGLang trees, and where xdist runs a tree's tests."""
 
-from __future__ import annotations
-
+import functools
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_server
 import pytest
 import releases
+from inkling_sconv.proof import server
 
 TEST = Path(__file__).resolve().parent.parent
 
@@ -74,6 +77,20 @@ def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[st
         return trees(name).play(scenario, mode, None if text is None else tmp_path, **variables)
 
     return _drive
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """In the environment of every fake server of a test. All of them are gone after it."""
+    mark = f"FAKE_SERVER_OF_{os.getpid()}_{time.monotonic_ns()}"
+    yield mark
+    assert fake_server.find_marked(mark) == []
+
+
+@pytest.fixture
+def start(marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(server, "GRACE_SECONDS", 1)
+    return functools.partial(fake_server.make_server, tmp_path, marker)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,5 @@
 """bench_decode_step.py on servers that are wrong in many ways, and the trace reader by itself."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics
@@ -32,9 +30,8 @@ def profile(events: list[dict[str, Any]], batch: int = 1) -> decode_trace.Profil
 # ------------------------------------------------------------------------------------- the trace
 
 
-@pytest.mark.parametrize("spans", (True, False))
-def test_what_a_step_does(spans):
-    found = profile(fake_trace.trace(STEPS, spans=spans))
+def test_what_a_step_does():
+    found = profile(fake_trace.trace(STEPS))
     assert found.launches == {
         part: [n] * (STEPS - 1) for part, n in ((VERIFY, 3), (DRAFT, 3), (OUTSIDE, 2))
     }
@@ -78,10 +75,10 @@ def test_an_operation_without_its_launch_is_in_no_step(lost):
     assert profile(events).unplaced == len(ran) > 0
 
 
-@pytest.mark.parametrize("steps, spans", ((0, True), (1, True), (1, False)))
-def test_too_few_steps(steps, spans):
+@pytest.mark.parametrize("steps", (0, 1))
+def test_too_few_steps(steps):
     with pytest.raises(TraceError, match=r"^.*trace\.json: no (GPU operation|whole decode step)"):
-        profile(fake_trace.trace(steps, spans=spans))
+        profile(fake_trace.trace(steps))
 
 
 @pytest.mark.parametrize(

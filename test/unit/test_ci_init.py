@@ -1,7 +1,5 @@
 """``inkling-sconv ci-init``: what a fork gets, what SGLang makes of it, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

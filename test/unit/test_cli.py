@@ -1,7 +1,5 @@
 """``inkling-sconv`` on real trees: what it prints, its exit codes, and what git makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -412,7 +410,7 @@ def test_export_and_am(checkout, kind, tmp_path):
     following = result.stdout.splitlines()[-1]
     assert following.startswith("next: git am")
     git(checkout, *following.removeprefix("next: git ").split())
-    assert read(checkout) == add_guard(text, format_as=checkout / NAME).text
+    assert read(checkout) == add_guard(text, format_as=checkout / NAME)
     assert git(checkout, "status", "--porcelain", "-uno") == ""
     message = git(checkout, "log", "-1", "--format=%an <%ae>%n%B")
     assert message.startswith("Ada <ada@example.org>\nFix Inkling")

@@ -1,7 +1,5 @@
 """The pages: links lead somewhere, names exist, and quoted lines are what the code prints."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

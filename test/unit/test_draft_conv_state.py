@@ -3,8 +3,6 @@
 The kernel runs on the CPU (interpreted) and on a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The fix ``draft-window``: its method, alone and beside SGLang's own, and in a model. No GPU."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

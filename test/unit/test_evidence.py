@@ -1,7 +1,5 @@
 """docs/evidence.md is what benchmark/write_evidence.py makes of the records."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The fixes around the backend: which are applied where, what they change and do."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Forks that differ from the crashing one, and plugins that were there first."""
 
-from __future__ import annotations
-
 import pytest
 import releases
 from test_releases import CLASS, METHODS, check_grafted, check_log, list_default_fixes, list_fixed

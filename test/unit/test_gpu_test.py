@@ -1,7 +1,5 @@
 """``make gpu-test`` without a GPU: what runs at once, when it is red, what an interrupt leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

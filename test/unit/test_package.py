@@ -1,7 +1,5 @@
 """What is installed, what it costs a server of another model, and ``python -m inkling_sconv``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

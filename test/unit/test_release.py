@@ -1,7 +1,5 @@
 """The wheel and the sdist that ``python -m build`` makes, and the tag that publishes them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every release and the crashing fork: what the plugin changes there, to the attribute."""
 
-from __future__ import annotations
-
 import pytest
 import releases
 

@@ -1,7 +1,5 @@
 """Replacing a file and restoring it: all or nothing, whatever happens in between."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

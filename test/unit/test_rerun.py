@@ -1,7 +1,5 @@
 """``/rerun-test``: what a comment may run, at which commit, and what is answered."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

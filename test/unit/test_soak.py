@@ -1,22 +1,17 @@
 """The load of the soak test, and its checks, against servers that are wrong in many ways."""
 
-from __future__ import annotations
-
 import functools
-import os
 import re
 import sys
-import time
 import unittest
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_server
 import pytest
-from inkling_sconv.proof import equality, server
+from inkling_sconv.proof import equality
 from inkling_sconv.proof.server import Server, ServerError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "registered" / "inkling"))
@@ -31,11 +26,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch) -> Iterator[Callable[..., Server]]:
-    monkeypatch.setattr(server, "GRACE_SECONDS", 1)
-    marker = f"FAKE_SERVER_OF_{os.getpid()}_{time.monotonic_ns()}"
-    yield functools.partial(fake_server.make_server, tmp_path, marker, arguments=METRICS)
-    assert fake_server.find_marked(marker) == []
+def start(start):
+    return functools.partial(start, arguments=METRICS)
 
 
 def soak(running: Server) -> tuple[load.Soak, equality.Comparison, set[str]]:

@@ -1,7 +1,5 @@
 """``make upstream-suites`` on a checkout that is made here, with nothing of SGLang in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The tiny checkpoint: its bytes, how SGLang reads it, and what its draft is worth."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

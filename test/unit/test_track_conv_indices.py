@@ -1,7 +1,5 @@
 """The refresh: formula, reference and kernel, on the CPU (interpreted) and on a GPU; its cost."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

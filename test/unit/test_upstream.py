@@ -1,7 +1,5 @@
 """The one issue that upstream.yml keeps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

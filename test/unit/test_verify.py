@@ -1,10 +1,7 @@
 """``verify`` against servers that are wrong in many ways: right verdict, no process left."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
-import functools
 import itertools
 import json
 import math
@@ -31,20 +28,6 @@ TEST = Path(__file__).resolve().parent.parent
 FLOATS = verify.PROMPTS * verify.NEW_TOKENS
 PR_SET_CHILD_SUBREAPER = 36
 META, SCORES = "meta_info", "meta_info/output_token_logprobs"
-
-
-@pytest.fixture
-def marker() -> Iterator[str]:
-    """In the environment of every server of a test. All of them are gone after it."""
-    mark = f"FAKE_SERVER_OF_{os.getpid()}_{time.monotonic_ns()}"
-    yield mark
-    assert fake_server.find_marked(mark) == []
-
-
-@pytest.fixture
-def start(marker, tmp_path, monkeypatch) -> Callable[..., Server]:
-    monkeypatch.setattr(server, "GRACE_SECONDS", 1)
-    return functools.partial(fake_server.make_server, tmp_path, marker)
 
 
 @pytest.fixture(scope="module")

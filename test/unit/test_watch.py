@@ -1,7 +1,5 @@
 """``inkling-sconv watch``: what pip answers, what is made of it, and the exit codes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile

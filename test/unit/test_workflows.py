@@ -3,8 +3,6 @@
 `make lint` checks their syntax, pinned actions, injection and stored credentials.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -124,7 +124,7 @@ def _edit_file(file: Path, before: bytes, inert_fill: bool) -> bytes:
     from inkling_sconv.codemod.shape import RefusedError
 
     try:
-        return add_guard(before, inert_fill=inert_fill, format_as=file).text
+        return add_guard(before, inert_fill=inert_fill, format_as=file)
     except RefusedError as error:
         raise RefusedError(f"{file}: {error}; not touched. {describe_by_hand(before)}") from None
 

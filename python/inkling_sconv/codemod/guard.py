@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,8 @@ INERT_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    """A file's shape before the edit, and its whole text after it: the same if it needs no edit."""
-
-    shape: shape.Shape
-    text: bytes
-
-
-def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None) -> Rewrite:
-    """Add the guard to the refresh in ``text``, the bytes of a whole file.
+def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None) -> bytes:
+    """Add the guard to the refresh in ``text``, the bytes of a whole file; return the whole file.
 
     Args:
         text: the file.
@@ -49,7 +40,7 @@ def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None =
     methods = shape.find_methods(module)
     state = shape.name_shape(methods)
     if state in (shape.Shape.GUARDED, shape.Shape.EXEMPT):
-        return Rewrite(state, text)
+        return text
     if state is shape.Shape.ABSENT:
         what = "defines" if not methods else f"reads BATCH.{names.EXTEND_PREFIX_LENS} in"
         raise shape.RefusedError(f"no class here {what} {names.REFRESH}")
@@ -63,7 +54,7 @@ def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None =
         edits += _edit_guard(method)
         if state is shape.Shape.UNTRACKED:
             edits += _edit_inert_fill(method)
-    return Rewrite(state, _format_like(text, apply_edits(module, edits).bytes, format_as))
+    return _format_like(text, apply_edits(module, edits).bytes, format_as)
 
 
 def describe_by_hand(text: bytes) -> str:

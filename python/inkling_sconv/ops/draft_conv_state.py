@@ -13,8 +13,6 @@ from verified tokens, whereas the stored rows can be wrong:
   until the batch has other requests (``_apply_deferred_mamba_init_to_draft_pools``).
 """
 
-from __future__ import annotations
-
 import torch
 
 try:

@@ -6,8 +6,6 @@ boundary it crossed. ``track_conv_indices_ref`` computes these rows in torch,
 ``track_conv_indices`` in one Triton launch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@
 does the same for the runners around it.
 """
 
-from __future__ import annotations
-
 import wrapt
 
 from inkling_sconv.names import BACKEND_MODULE

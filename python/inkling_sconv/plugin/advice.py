@@ -5,8 +5,6 @@ JSON. ``inkling-sconv doctor`` runs it in a process of its own for each tree. Wh
 unset is ``settings.list_obstacles``'s answer.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The method of SGLang's ``ShortConvolution`` that the fix ``draft-window`` replaces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

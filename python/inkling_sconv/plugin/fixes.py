@@ -5,8 +5,6 @@ docs/fixes.md describes them. Fixes are only for processes that serve Inkling: t
 other models too, and no fix was tried on those.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The class is run before the decision and again after the replacement. If our ref
 the original methods are restored. Every error is logged, and SGLang's import goes on.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import FunctionType, ModuleType

@@ -1,7 +1,5 @@
 """The plugin's environment variables, and whether SGLang loads the plugin at all."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import os

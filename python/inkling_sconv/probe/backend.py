@@ -4,8 +4,6 @@ The class runs without a model runner: on an instance made by ``object.__new__``
 of its own ``_alloc_graph_buffers``, and with real ``ForwardBatch`` objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import inspect

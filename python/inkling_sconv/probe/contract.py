@@ -1,7 +1,5 @@
 """The contract as checks of a backend class and of the runners around it, on CPU tensors."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import random

@@ -5,8 +5,6 @@ else that the method calls or reads is blank. If the method cannot be run so, th
 what the method raises.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What the registered tests share: skips, a server per class, forks of SGLang, test plugins."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -79,7 +77,7 @@ def make_checkpoint() -> Path:
 def make_crashing_fork() -> Path:
     """The installed SGLang as it was between #34043 and #35042: inert fill, no guard."""
     tree = find_tree(None)
-    text = remove_guard(add_guard(tree.backend.read_bytes(), inert_fill=True).text)
+    text = remove_guard(add_guard(tree.backend.read_bytes(), inert_fill=True))
     return overlay_tree(tree, text, make_folder() / "tree").root
 
 
@@ -89,7 +87,7 @@ def make_applied_tree(root: Path, *edits: tuple[str, str]) -> Path:
     Each edit is an old text, which must occur once, and the new one.
     """
     tree = Tree(root)
-    text = add_guard(tree.backend.read_bytes()).text.decode()
+    text = add_guard(tree.backend.read_bytes()).decode()
     for old, new in edits:
         assert text.count(old) == 1, f"{text.count(old)} places of {old!r}"
         text = text.replace(old, new)

@@ -4,8 +4,6 @@ The seed alone decides the requests. Which of them meet in a batch is chance. Ev
 complaints, one line each: an empty list is a pass.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -4,8 +4,6 @@ One shows what is in a server's conv pools. The others make one kernel of ours w
 alone: what our plugin runs on the CPU at start-up is right.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

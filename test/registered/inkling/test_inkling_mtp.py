@@ -3,8 +3,6 @@
 One GPU, no download. Each class starts one server on the tiny checkpoint, or a few.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 One GPU, no download. Each class starts one server on the tiny checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 import unittest
 from pathlib import Path

@@ -3,8 +3,6 @@
 After each replay the conv pool must equal, bit for bit, one that is written row by row.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys

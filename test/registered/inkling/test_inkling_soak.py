@@ -3,8 +3,6 @@
 One GPU, no download. ``INKLING_SCONV_SOAK_REQUESTS`` is the number of requests, 3,000 by default.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -290,6 +290,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the graph and host measures of a record, this run's or one read from JSON."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     # Text stays text, and two runs of one record give one file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "inkling_sconv"})
@@ -314,12 +315,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="us per refresh", title=title)
         axis.set_xticks(rows, [str(count) for count in rows])
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
-    axes[-1].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=3, loc="lower center")
     about = report["machine"]
     line = f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
     figure.suptitle(line, fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -334,11 +334,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
             raise UserError(reason)
         if not (settings.is_installed() and settings.is_allowed()):
             raise UserError("SGLang would not load the plugin: python -m inkling_sconv says why")
-        try:
-            options.log_dir = (options.log_dir or Path(tempfile.mkdtemp())).resolve()
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--log-dir {options.log_dir}: {error.strerror}") from None
+        options.log_dir = (options.log_dir or Path(tempfile.mkdtemp())).resolve()
+        options.log_dir.mkdir(parents=True, exist_ok=True)
         # As Ctrl-C does it: the server is ended on the way out.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -346,6 +343,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return run(options, Console(width=None if sys.stdout.isatty() else 220))
     except UserError as error:
         print(f"bench_decode_step: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"bench_decode_step: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench_decode_step: interrupted", file=sys.stderr)

@@ -17,8 +17,7 @@ The record, where a summary is ``{"median": us, "spread": half the distance of t
 
     {"machine": {...}, "sglang": str,
      "measures": {"graph" | "host": {rows: {contender: summary}}},
-     "first": {contender: {"seconds": float, "compilations": int}},
-     "parts, graph": {rows: {part: summary}}}
+     "first": {contender: {"seconds": float, "compilations": int}}}
 """
 
 import argparse
@@ -163,29 +162,6 @@ def _empty_kernel():
 
 EMPTY_CONTENDER = Contender(EMPTY, lambda _: lambda: _empty_kernel[(1,)](num_warps=1), False)
 
-_NO_LAST = (("tl.load(query_start_loc + rows)", "(rows * 512)"),)
-_NO_LENGTHS = tuple(
-    (f"tl.load({name} + row, mask=is_live, other=0)", f"tl.where(is_live, row * {factor}, 0)")
-    for name, factor in (("query_start_loc", 3), ("track_seqlens", 5), ("prefix_lens", 1))
-)
-# The compiler cannot rule out this condition, and no step meets it.
-_NO_STORE = (("mask=row < rows)", "mask=(row < rows) & (index == 0x7FFFFFF0))"),)
-_NO_ARITHMETIC = (
-    ("index = start + aligned + (column - WINDOW)", "index = start + tracked"),
-    ("tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))", "index + tokens"),
-)
-_TOKENS = "        tokens = tl.load("
-PARTS = {
-    "whole": (),
-    "no load of the last entry": _NO_LAST,
-    "no loads of the lengths": _NO_LENGTHS,
-    "no loads": (*_NO_LAST, *_NO_LENGTHS),
-    "no store": _NO_STORE,
-    "no arithmetic": _NO_ARITHMETIC,
-    "no loads, no store": (*_NO_LAST, *_NO_LENGTHS, *_NO_STORE),
-    "nothing, same arguments": ((_TOKENS, f"        return\n{_TOKENS}"),),
-}
-
 
 def load(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
@@ -194,22 +170,6 @@ def load(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def make_parts() -> list[Contender]:
-    """The shipped kernel with edits in its source, through the shipped launcher."""
-    parts = []
-    for number, (name, edits) in enumerate(PARTS.items()):
-        text = Path(ops.__file__).read_text()
-        for old, new in edits:
-            if text.count(old) != 1:
-                sys.exit(f"bench_refresh: {name}: {text.count(old)} places of {old!r}")
-            text = text.replace(old, new)
-        path = Path(_SCRATCH.name) / f"part_{number}.py"
-        path.write_text(text)
-        compute = load(path, path.stem).track_conv_indices
-        parts.append(make_contender(name, compute, computes=name == "whole"))
-    return [*parts, EMPTY_CONTENDER]
 
 
 def time_graph(call: Call, calls: int) -> float:
@@ -397,10 +357,6 @@ def main() -> None:
         results = report["measures"][kind] = measure(contenders, kind, options)
         print_table(f"{kind}: us per call", results, ours)
     if gpu:
-        parts = make_parts()
-        check(parts, options.rows)
-        results = report["parts, graph"] = measure(parts, "graph", options)
-        print_table("our kernel with parts left out, graph: us per call", results, "whole")
         print(f"\nfirst calls at {options.new_sizes} new batch sizes")
         for name, first in report["first"].items():
             print(f"{name:46}{first['compilations']} compilations, {first['seconds']:.2f} s")

@@ -24,8 +24,8 @@ INTRODUCTION = """\
 
 `make designs` runs each design inside the crashing fork, which is SGLang 0.5.18 without the guard
 of #35042, and asks it what `inkling-sconv doctor` asks a tree. The rejected designs are edits of
-the plugin's method. *limit*: not met, but no answer of the server is wrong for it; at most it costs
-time or acceptance. The last five rows are about the runners, which are the same under each design.
+the plugin's method. *limit*: unmet, but the server's answers stay right; it costs speed or
+accepted tokens. The last five rows are about the runners, which are the same under each design.
 """
 
 

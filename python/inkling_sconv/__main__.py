@@ -1,6 +1,6 @@
-"""``python -m inkling_sconv``: what the plugin does to the SGLang that this Python imports.
+"""Report what the plugin does to the SGLang that this Python imports.
 
-It prints the lines that a server would log: one for the backend and one for each fix applied.
+``python -m inkling_sconv`` prints what a server would log: a line for the backend and for each fix.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import sys
 import warnings
 
 from inkling_sconv import __version__
+from inkling_sconv.errors import describe_error
 from inkling_sconv.names import BACKEND_MODULE, PLUGIN, PLUGIN_GROUP
 
 
@@ -18,10 +19,10 @@ def main() -> int:
     """Load SGLang's plugins and its Inkling backend, and print what the plugin logs.
 
     Returns:
-        0 if the plugin was loaded or has nothing to do; 1 if a server would not load it. The reason
-        is then on stderr.
+        0: the plugin was loaded, or this SGLang has no Inkling backend. 1: a server would not load
+        the plugin; the reason is on stderr.
     """
-    # SGLang's own, about what this machine lacks.
+    # Hide SGLang's warnings about missing GPUs and libraries.
     warnings.simplefilter("ignore")
     try:
         reason = _why_unreachable()
@@ -42,8 +43,8 @@ def main() -> int:
     except ImportError as error:
         reason = f"SGLang does not import: {error}."
     except Exception as error:
-        # SGLang runs code of its dependencies, which may be too new or too old, as it is imported.
-        what = f"{type(error).__name__}: {error}"
+        # Importing SGLang runs code of its dependencies, whose versions may not match.
+        what = describe_error(error)
         reason = f"SGLang does not import: {what}; install the versions that it pins."
     if reason is None:
         return 0
@@ -52,7 +53,7 @@ def main() -> int:
 
 
 def _import_runners() -> None:
-    """Import the modules that fixes wait for: a server imports some only when it speculates."""
+    """Import the modules that fixes change: a server imports some only when it speculates."""
     from inkling_sconv.plugin.fixes import FIXES
 
     for fix in FIXES:

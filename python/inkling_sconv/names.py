@@ -1,4 +1,4 @@
-"""Names that this package does not choose: SGLang's modules, methods and fields; and our variables.
+"""SGLang's modules, methods and fields, and this package's environment variables.
 
 Each is written here once. SGLang's names are those of 0.5.17 - 0.5.23.
 """
@@ -17,10 +17,10 @@ TRACK_MASK = "mamba_track_mask"
 TRACK_INDICES = "mamba_track_indices"
 TRACK_SEQLENS = "mamba_track_seqlens"
 TRACK_CACHE_INDICES = "track_cache_indices"
-"""Field of the step's metadata from which, since 0.5.22, the scatter takes its destinations."""
+"""Metadata field that holds the scatter's destination slots since 0.5.22."""
 
 CLEAR_FIELDS = ("mamba_clear_indices", "mamba_cow_src_indices", "mamba_cow_dst_indices")
-"""Slots whose conv state a prefill clears, or copies from a cached prefix."""
+"""Fields that list the slots that a prefill clears, or copies from and to."""
 
 PREFILL_RUNNER_MODULE = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 BUFFER_REGISTRY_MODULE = "sglang.srt.model_executor.cuda_graph_buffer_registry"

@@ -113,20 +113,20 @@ def test_replays_read_what_is_there_then():
 
 # -------------------------------------------------------------------------------- wrong versions
 
-FRESH = "fresh = min(front, window)"
+REPLACED = "replaced = min(front, window)"
 WRONG_REFERENCES = {
     "padded rows write": ("n < 0:\n            continue", "n < -1:\n            continue"),
-    "front rows are tokens": ("own[front - fresh :]", "own"),
-    "the state for front rows": (FRESH, "fresh = 0"),
-    "front rows past the window": (FRESH, "fresh = front"),
-    "a boundary at the base": ("and past > 0:", "and past >= 0:"),
-    "the boundary's own token left out": ("rows[past : past", "rows[past - 1 : past - 1"),
+    "front rows are tokens": ("own[front - replaced :]", "own"),
+    "the state for front rows": (REPLACED, "replaced = 0"),
+    "front rows past the window": (REPLACED, "replaced = front"),
+    "a boundary at the base": ("and offset > 0:", "and offset >= 0:"),
+    "the boundary's own token left out": ("rows[offset : offset", "rows[offset - 1 : offset - 1"),
     "the step's end for the boundary": ("(base + n) // interval * interval - base\n", "n\n"),
     "one checkpoint slot": ("int(track_slots[r])", "int(track_slots[0])"),
     "one slot": ("int(cache_indices[r])", "int(cache_indices[0])"),
     "the length before the step": (" - (own.shape[0] - front)\n", "\n"),
     "rejected tokens move the state": ("rows[n : n + window]", "rows[-window:]"),
-    "another slot's state": ("cache[slot, : window - fresh]", "cache[slot - 1, : window - fresh]"),
+    "another slot's state": ("cache[slot, : window", "cache[slot - 1, : window"),
 }
 CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new)"
 STATE = "tl.store(own + w * cache_row, tl.where(at < STATE, old, new)"
@@ -136,9 +136,9 @@ WRONG_KERNELS = {
     "front rows in the checkpoint": (" token + (at - WINDOW + FRONT)", " token + (at - WINDOW)"),
     "front rows are of the step": ("        length - front,\n", "        length,\n"),
     "the state for front rows": ("max(cache.shape[1] - front, 0)", "cache.shape[1]"),
-    "a boundary at the base": ("            if past > 0:", "            if past >= 0:"),
+    "a boundary at the base": ("            if offset > 0:", "            if offset >= 0:"),
     "the step's end for the boundary": ("(base + n) // INTERVAL * INTERVAL - base", "n"),
-    "the boundary's own token left out": ("at = past + w", "at = past + w - 1"),
+    "the boundary's own token left out": ("at = offset + w", "at = offset + w - 1"),
     "one checkpoint slot": ("tl.load(track_slots + row)", "tl.load(track_slots)"),
     "one slot": ("tl.load(cache_indices + row)", "tl.load(cache_indices)"),
     "one accepted count": ("tl.load(accepted + row)", "tl.load(accepted)"),

@@ -143,9 +143,9 @@ def test_in_a_model(tmp_path, record_property):
     """
     checkpoint.write_checkpoint(tmp_path / "tiny")
     model = emulator.Model(tmp_path / "tiny")
-    early = ("rows[past : past + window]", "rows[past - 1 : past - 1 + window]")
+    early = ("rows[offset : offset + window]", "rows[offset - 1 : offset - 1 + window]")
     # Of two heads' four front rows, three are a warm-up.
-    reading = ("fresh = min(front, window)", "fresh = max(front - window, 0)")
+    reading = ("replaced = min(front, window)", "replaced = max(front - window, 0)")
     updates = {
         name: (load_copy(draft_conv_state, tmp_path, *edits).update_draft_conv_state_ref, cleared)
         for name, edits, cleared in (

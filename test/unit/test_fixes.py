@@ -57,8 +57,8 @@ SERVERS = [
         {"FIXES": " Prefill-Rows , banana,apple"},
         [ROWS],
         [
-            "WARNING INKLING_SCONV_FIXES: unknown fix apple, banana; valid are prefill-rows, "
-            "prefill-tracking, draft-checkpoint, draft-window, draft-state, and none."
+            "WARNING INKLING_SCONV_FIXES: ignored unknown fix apple, banana; choose from "
+            "prefill-rows, prefill-tracking, draft-checkpoint, draft-window, draft-state, or none."
         ],
     ),
     ("0.5.20", None, {"FIXES": CHECKPOINT}, [], [f"WARNING {CHECKPOINT}: {OVERWRITES}"]),
@@ -144,7 +144,7 @@ def record_log(log: list[str]) -> Any:
 
 
 def check_applying(subject: Any) -> None:
-    """``_apply_where_needed`` where it works, where nothing is wrong, and where it fails."""
+    """``_apply_if_needed`` where it works, where nothing is wrong, and where it fails."""
     works = "WARNING one (#1): it harms; fix applied."
     fails = "ERROR one (#1): {}; left alone."
     calls = itertools.count()
@@ -175,7 +175,7 @@ def check_applying(subject: Any) -> None:
         module = make_module()
         before, log = dict(vars(module.Runner)), []
         with mock.patch.object(subject, "log", record_log(log)), torch.device("meta"):
-            subject._apply_where_needed(make_fix(module, **fields), module)
+            subject._apply_if_needed(make_fix(module, **fields), module)
         assert log == ([] if line is None else [line])
         assert (module.Runner.harm == "none") == (line == works)
         assert (dict(vars(module.Runner)) == before) == (line != works)
@@ -183,7 +183,7 @@ def check_applying(subject: Any) -> None:
 
 # ------------------------------------------------------------------------------ choosing by name
 
-UNKNOWN = "INKLING_SCONV_FIXES: unknown fix banana, pear; valid are steady, needy, rare, and none."
+UNKNOWN = "INKLING_SCONV_FIXES: ignored unknown fix %s; choose from steady, needy, rare, or none."
 # INKLING_SCONV_FIXES, the backend's state, whether each backend leaves draft-extend alone, the
 # fixes that are applied, and the warning.
 CHOICES = [
@@ -197,7 +197,7 @@ CHOICES = [
         ("steady,needy", "guarded", alone, ["steady"], f"needy: {OVERWRITES}")
         for alone in ([False], [True, False])
     ),
-    ("rare,pear,banana", "untracked", [True], ["rare"], UNKNOWN),
+    ("rare,pear,banana", "untracked", [True], ["rare"], UNKNOWN % "banana, pear"),
 ]
 
 

@@ -26,7 +26,7 @@ OVERRIDE = """_refresh_track_conv_indices(self, forward_batch, on_graph_path):
     (
         (
             ("aligned - self.conv_state_len", "aligned - self.conv_state_len - 1"),
-            ("unknown (live batch: window is not the reference's", "=force replaces the method."),
+            ("unknown (live batch: indices differ from", "=force replaces the method."),
         ),
         ((RESULT, f"{RESULT}\n        forward_batch.mamba_extra = 1"), ("also sets mamba_extra",)),
         (OTHER_CRASH, ("unknown", "fork_state")),

@@ -5,12 +5,12 @@ SGLang's boundary fix adds: tokens accepted in earlier steps. Then comes one row
 step. Accepted tokens move the request's conv state forward. If they cross a checkpoint boundary,
 the state that ends on the boundary is saved for the prefix cache.
 
-Front rows replace the conv state's own rows of the same tokens. Each step computes front rows anew,
-from verified tokens, whereas the stored rows can be wrong:
+Front rows replace the stored rows of the same tokens. Each step recomputes front rows from verified
+tokens, while stored rows can be wrong:
 
 - Every head but the first writes its last rows before their tokens are verified.
-- SGLang 0.5.17 - 0.5.19 clear the states of a request at prefill, and again at each draft-extend
-  until the batch has other requests (``_apply_deferred_mamba_init_to_draft_pools``).
+- SGLang 0.5.17 - 0.5.19 clear a request's states at prefill, and again at every draft-extend while
+  the batch's requests stay the same (``_apply_deferred_mamba_init_to_draft_pools``).
 """
 
 import torch
@@ -18,7 +18,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
+except ModuleNotFoundError:  # CPU builds of torch come without Triton
     triton = None
 
 
@@ -38,9 +38,9 @@ def update_draft_conv_state_ref(
     For a request ``r`` whose step begins at position ``base = seq_lens[r] - (T - front)`` and
     accepts ``n = accepted[r]`` tokens::
 
-        fresh    = min(front, window)
-        state    = cache[cache_indices[r], : window - fresh]
-        rows     = cat(state, hidden_states[r, front - fresh :])     # from base - window on
+        replaced = min(front, window)
+        state    = cache[cache_indices[r], : window - replaced]
+        rows     = cat(state, hidden_states[r, front - replaced :])  # rows[0]: base - window
         boundary = floor((base + n) / interval) * interval
         cache[track_slots[r]]   = rows[boundary - base :][:window]   # if boundary > base
         cache[cache_indices[r]] = rows[n:][:window]
@@ -56,20 +56,20 @@ def update_draft_conv_state_ref(
         track_slots: ``[>= rows]``, int32 or int64: the slot of each request's checkpoint; None to
             save no checkpoints.
         front: how many of the ``T`` rows are front rows.
-        interval: distance of two checkpoint boundaries, in tokens (``mamba_track_interval``).
+        interval: tokens between two checkpoint boundaries (``mamba_track_interval``).
     """
     window = cache.shape[1]
-    fresh = min(front, window)
+    replaced = min(front, window)
     for r, own in enumerate(hidden_states):
         n = int(accepted[r])
         if n < 0:
             continue
         slot = int(cache_indices[r])
-        rows = torch.cat([cache[slot, : window - fresh], own[front - fresh :]])
+        rows = torch.cat([cache[slot, : window - replaced], own[front - replaced :]])
         base = int(seq_lens[r]) - (own.shape[0] - front)
-        past = (base + n) // interval * interval - base
-        if track_slots is not None and past > 0:
-            cache[int(track_slots[r])] = rows[past : past + window]
+        offset = (base + n) // interval * interval - base
+        if track_slots is not None and offset > 0:
+            cache[int(track_slots[r])] = rows[offset : offset + window]
         cache[slot] = rows[n : n + window]
 
 
@@ -94,7 +94,7 @@ if triton is not None:
         FRONT: tl.constexpr,
         INTERVAL: tl.constexpr,
         WINDOW: tl.constexpr,
-        STATE: tl.constexpr,  # rows that come from the conv state
+        STATE: tl.constexpr,  # rows still taken from the stored state
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -108,24 +108,24 @@ if triton is not None:
 
         if track_slots is not None:
             base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
-            past = (base + n) // INTERVAL * INTERVAL - base
-            if past > 0:
+            offset = (base + n) // INTERVAL * INTERVAL - base
+            if offset > 0:
                 kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
                 for w in tl.static_range(WINDOW):
-                    at = past + w
+                    at = offset + w
                     old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
                     new = tl.load(
                         token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE)
                     )
                     tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
-        # The state moves down in place: in this order, each row is read before it is overwritten.
+        # In-place shift: ascending order reads each row before it is overwritten.
         for w in tl.static_range(WINDOW):
             at = n + w
             old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
             new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
             tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
 
-    # TRITON_INTERPRET decides this at the time of decoration.
+    # TRITON_INTERPRET is read when the kernel is decorated.
     _INTERPRETED = not isinstance(_update_draft_conv_state_kernel, triton.JITFunction)
 else:
     _INTERPRETED = False
@@ -142,16 +142,16 @@ def update_draft_conv_state(
     front: int,
     interval: int,
 ) -> None:
-    """``update_draft_conv_state_ref`` in one launch, without synchronising: same arguments.
+    """Same as ``update_draft_conv_state_ref``, in one launch and without a device sync.
 
     The channels of ``hidden_states`` and ``cache`` must be contiguous, and so must the integer
     tensors. ``update_draft_conv_state_ref`` runs for tensors on the CPU.
 
     Triton compiles one kernel per combination of dtypes, ``front``, ``interval``, ``window`` and
-    step width, which are all fixed for a server, and never one for another number of rows.
+    step width. These are fixed for a server. A new number of rows compiles nothing.
     """
     arguments = (hidden_states, cache, cache_indices, accepted, seq_lens, track_slots)
-    if not (hidden_states.is_cuda or (_INTERPRETED and hidden_states.is_cpu)):
+    if triton is None or not (hidden_states.is_cuda or (_INTERPRETED and hidden_states.is_cpu)):
         update_draft_conv_state_ref(*arguments, front=front, interval=interval)
         return
     rows, length, channels = hidden_states.shape

@@ -1,4 +1,4 @@
-"""Which rows of the token buffer hold the conv window that a prefix-cache checkpoint snapshots.
+"""Which rows of the token buffer hold the conv window that a prefix-cache checkpoint saves.
 
 A step packs the new tokens of its requests one after the other. A request whose prompt crosses a
 ``chunk_size`` boundary in this step checkpoints the ``window`` token rows that end on the last
@@ -13,7 +13,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # torch comes without triton where there is no GPU for it
+except ModuleNotFoundError:  # CPU builds of torch come without Triton
     triton = None
 
 
@@ -36,17 +36,17 @@ def track_conv_indices_ref(
         aligned     = floor(tracked / chunk_size) * chunk_size
         index[r, w] = clamp(query_start_loc[r] + aligned - window + w, 0, tokens - 1)
 
-    where ``tokens = query_start_loc[-1]``. Rows from ``live`` to ``rows`` are 0, and so is every
-    index of a step with no tokens. No value is read on the host.
+    where ``tokens = query_start_loc[-1]``. Rows from ``live`` to ``rows`` are 0. If the step has
+    no tokens, all indices are 0. The host reads no value.
 
     Args:
         query_start_loc: ``[rows + 1]``, int32 or int64: cumulative query lengths, in tokens.
-        track_seqlens: ``[>= 0]``, int32 or int64: sequence length up to which row ``r`` tracks, in
+        track_seqlens: any length, int32 or int64: sequence length up to which row ``r`` tracks, in
             tokens.
-        prefix_lens: ``[>= 0]``, int32 or int64: tokens of row ``r`` that were cached before this
+        prefix_lens: any length, int32 or int64: tokens of row ``r`` that were cached before this
             step; None for zeros.
         rows: requests in the step, padded ones included.
-        chunk_size: distance of two checkpoint boundaries, in tokens (``mamba_cache_chunk_size``).
+        chunk_size: tokens between two checkpoint boundaries (``mamba_cache_chunk_size``).
         window: rows of one conv state (``conv_kernel - 1``).
         out: ``[rows, window]`` int64 to write into; a new tensor if None.
 
@@ -72,14 +72,14 @@ def track_conv_indices_ref(
 
 
 # The work is far too small to fill a GPU: its cost is the launch, one round of loads and one store.
-# So no load waits for another, and what changes from step to step is a run-time argument.
-# One index a thread.
+# So loads do not wait for each other, and values that change from step to step are run-time
+# arguments. One index per thread.
 _BLOCK = 128
 _WARPS = 4
 
 if triton is not None:
-    # Without do_not_specialize, Triton compiles anew for a row count of 1 or of a multiple of 16,
-    # and for slices that begin on another address modulo 16.
+    # Without do_not_specialize, Triton recompiles when the row count is 1 or divisible by 16, and
+    # when a pointer's alignment changes.
     @triton.jit(  # type: ignore[untyped-decorator]
         do_not_specialize=["query_start_loc", "track_seqlens", "prefix_lens", "out", "rows", "live"]
     )
@@ -98,15 +98,14 @@ if triton is not None:
         offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         row = offset // WINDOW
         column = offset % WINDOW
-        # A row that is not live loads zeros: its window would end before token 0, so the clamp
-        # below gives it index 0, and the zero tail needs no code of its own.
+        # Rows from live on load zeros. Their window ends before token 0: the clamp gives index 0.
         is_live = row < live
         start = tl.load(query_start_loc + row, mask=is_live, other=0).to(tl.int64)
         tracked = tl.load(track_seqlens + row, mask=is_live, other=0).to(tl.int64)
         if prefix_lens is not None:
             tracked -= tl.load(prefix_lens + row, mask=is_live, other=0).to(tl.int64)
 
-        # Both branches round down for every int64, and wrap around where torch does.
+        # Both branches are floor division for all int64, and overflow as torch does.
         if CHUNK & (CHUNK - 1) == 0:
             aligned = tracked & -CHUNK
         else:
@@ -116,13 +115,12 @@ if triton is not None:
         index = tl.minimum(tl.maximum(index, 0), tl.maximum(tokens - 1, 0))
         tl.store(out + offset, index, mask=row < rows)
 
-    # TRITON_INTERPRET decides this at the time of decoration.
+    # TRITON_INTERPRET is read when the kernel is decorated.
     _INTERPRETED = not isinstance(_track_conv_indices_kernel, triton.JITFunction)
 else:
     _INTERPRETED = False
 
-# Compiled kernels, by everything that they are compiled for. Triton's own look-up goes through
-# every argument of every launch, and takes longer than the launch.
+# Compiled kernels by specialisation key. Triton's own look-up takes longer than the launch.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
@@ -158,16 +156,14 @@ def track_conv_indices(
     window: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``track_conv_indices_ref`` in one launch: same arguments, same result.
+    """Same as ``track_conv_indices_ref``, in one launch.
 
-    Every tensor is on the current device. The kernel takes contiguous lengths and a
-    ``query_start_loc`` of exactly ``rows + 1`` entries on a GPU; ``track_conv_indices_ref`` runs
-    for anything else.
+    All tensors must be on the current device. ``track_conv_indices_ref`` runs unless all inputs are
+    contiguous and ``query_start_loc`` has ``rows + 1`` entries on a GPU.
 
-    Triton compiles one kernel per combination of dtypes and one more without ``prefix_lens``; never
-    one for another number of rows or another slice of a buffer. ``chunk_size`` and ``window`` are
-    fixed for a server, so they are compiled in, and rounding down to a chunk of a power of two is
-    one AND.
+    Triton compiles one kernel per combination of dtypes, and one more without ``prefix_lens``. A
+    new number of rows, or another slice of a buffer, compiles nothing. ``chunk_size`` and
+    ``window`` are fixed for a server, so they are compiled in.
     """
     if not (
         (query_start_loc.is_cuda or (_INTERPRETED and query_start_loc.is_cpu))

@@ -11,5 +11,5 @@ from inkling_sconv.names import BACKEND_MODULE
 
 
 def register() -> None:
-    """Have SGLang's Inkling backend inspected when SGLang imports it; at once if it already has."""
+    """Inspect the Inkling backend when SGLang imports it, or now if it is already imported."""
     wrapt.register_post_import_hook("inkling_sconv.plugin.graft:inspect_backends", BACKEND_MODULE)

@@ -1,8 +1,8 @@
 """Which variables to set, so that the plugin applies every fix that a tree needs.
 
 ``python -m inkling_sconv.plugin.advice`` examines the SGLang that this Python imports, and prints
-JSON. ``inkling-sconv doctor`` runs it in a process of its own for each tree. Which variables to
-unset is ``settings.list_obstacles``'s answer.
+JSON. ``inkling-sconv doctor`` runs it in a process of its own for each tree.
+``settings.list_obstacles`` names the variables to unset.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from inkling_sconv.probe.contract import Row, Verdict, check_backend, excuse_ear
 
 
 def advise_setting(rows: Sequence[Row], state: State, asked: Set[str] = frozenset()) -> str:
-    """Say which variables make the plugin apply the fix of every row that does not hold.
+    """Say which variables make the plugin apply the fix of every failed check.
 
     Args:
         rows: the contract's checks of a backend.
@@ -28,8 +28,7 @@ def advise_setting(rows: Sequence[Row], state: State, asked: Set[str] = frozense
         asked: the fixes that ``INKLING_SCONV_FIXES`` names already.
 
     Returns:
-        ``NAME=VALUE``, separated by spaces. Empty if there is nothing to fix, or the plugin's
-        defaults fix it.
+        ``NAME=VALUE``, separated by spaces. Empty if the defaults suffice, or the state is unknown.
     """
     needed = {row.fix for row in rows if row.fix and row.verdict is not Verdict.HOLDS}
     default = {fix.name for fix in FIXES if state.value in fix.default_for}
@@ -45,8 +44,7 @@ def advise_setting(rows: Sequence[Row], state: State, asked: Set[str] = frozense
 def examine_backends(name: str, *, load_plugins: bool) -> dict[str, Any]:
     """Check each Inkling backend in the module ``name``.
 
-    With ``load_plugins``, SGLang loads its plugins first, so that the answer is about what a server
-    would run.
+    With ``load_plugins``, SGLang loads its plugins first, to examine what a server would run.
 
     Returns:
         ``backends``: ``name``, ``state``, ``why``, ``rows`` and ``setting`` of each. ``bare``: the

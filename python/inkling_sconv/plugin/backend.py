@@ -1,4 +1,4 @@
-"""Our refresh of the tracked conv windows, which keeps all rules of docs/contract.md.
+"""Our refresh of the tracked conv windows. It meets docs/contract.md.
 
 ``graft.py`` puts the methods of ``InklingSconvBackend`` on SGLang's own Inkling backend, the host
 below; the class is never instantiated. The methods use four attributes of the host:
@@ -19,14 +19,14 @@ from inkling_sconv.ops.track_conv_indices import track_conv_indices
 
 
 class TrackContractError(RuntimeError):
-    """A batch asks for conv-window tracking, but what it carries cannot be tracked."""
+    """A batch requests conv-window tracking, but its fields do not allow it."""
 
 
 class InertTracking:
     """Track fields for a batch that tracks nothing, ``[max_rows]`` each: mask False, the others 0.
 
-    A capture without track metadata gets slices of these. So the graph records the checkpoint
-    scatter, which writes nothing until a replay brings a live mask. They are written once, here.
+    A capture without track metadata gets slices of these, so the graph still records the checkpoint
+    scatter. It writes nothing until a replay supplies a live mask. They are written once, here.
     """
 
     # Keyed by storage address. Weak, because a freed address may be given to another tensor.
@@ -35,7 +35,7 @@ class InertTracking:
     )
 
     def __init__(self, max_rows: int, device: torch.device, host_mask: torch.Tensor | None = None):
-        """``host_mask`` is the host's own inert mask, if it has one: ``owns`` knows it as well."""
+        """``host_mask``: SGLang's own inert mask, if it has one; ``owns`` recognises it."""
         self.mask = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self.indices = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.seqlens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -74,15 +74,14 @@ class InklingSconvBackend:
         """Set this step's ``sconv_metadata.track_conv_indices``: ``[rows, window]`` int64, or None.
 
         ``rows`` is ``forward_batch.batch_size``. On the graph path the result is a slice of the
-        host's static buffer, and a batch without track metadata gets inert fields. Draft-extend is
-        exempt from that: such a batch gets no indices and keeps its fields, because the draft's
-        convolutions read from ``mamba_track_indices`` what to checkpoint. A second call on the same
-        batch gives the same result. No call synchronises with the device.
+        host's static buffer, and a batch without track metadata gets inert fields. An exempt
+        draft-extend batch gets no indices and keeps its fields: the draft reads its checkpoint
+        slots from ``mamba_track_indices``. A second call on the same batch gives the same result.
+        No call synchronises with the device.
 
         Raises:
             TrackContractError: more rows than the static buffer holds; a track mask without
-                ``mamba_track_seqlens``; ``extend_prefix_lens`` missing from a batch whose rows are
-                not all masked off.
+                ``mamba_track_seqlens``; no ``extend_prefix_lens`` in a batch that may track rows.
         """
         metadata = self.sconv_metadata
         rows = forward_batch.batch_size
@@ -96,7 +95,7 @@ class InklingSconvBackend:
         if on_graph_path:
             buffer = getattr(self, STATIC_INDICES)
             if rows > buffer.shape[0]:
-                raise _contract_error(
+                raise _make_error(
                     "batch_size",
                     forward_batch,
                     f"is {rows}, but graph buffers hold {buffer.shape[0]} rows",
@@ -104,14 +103,14 @@ class InklingSconvBackend:
                 )
             out = buffer[:rows]
             if forward_batch.mamba_track_mask is None:
-                _inert_tracking(self, forward_batch).fill(forward_batch, rows)
+                _require_inert_tracking(self, forward_batch).fill(forward_batch, rows)
                 if hasattr(metadata, TRACK_CACHE_INDICES):
                     # Since 0.5.22 the scatter takes its destinations from there.
                     metadata.track_cache_indices = forward_batch.mamba_track_indices
 
         track_seqlens = forward_batch.mamba_track_seqlens
         if track_seqlens is None:
-            raise _contract_error(
+            raise _make_error(
                 "mamba_track_seqlens",
                 forward_batch,
                 "is None, but mamba_track_mask is set",
@@ -119,17 +118,17 @@ class InklingSconvBackend:
             )
         prefix_lens = forward_batch.extend_prefix_lens
         if prefix_lens is None and on_graph_path:
-            # Capture batches have no prefix lengths. As no row is tracked, any prefix will do that
-            # keeps the indices in bounds; zeros need no tensor.
+            # Capture batches have no prefix lengths. No row is tracked, so zeros are safe, and None
+            # stands for zeros.
             if rows > 0 and not InertTracking.owns(forward_batch.mamba_track_mask):
-                raise _contract_error(
+                raise _make_error(
                     "extend_prefix_lens",
                     forward_batch,
                     "is None on the graph path, but mamba_track_mask may track rows",
                     "fill extend_prefix_lens, or leave mamba_track_mask None for a capture",
                 )
         elif prefix_lens is None:
-            raise _contract_error(
+            raise _make_error(
                 "extend_prefix_lens",
                 forward_batch,
                 "is None, but mamba_track_mask is set",
@@ -151,11 +150,11 @@ def _is_exempt(host: Any, forward_batch: Any) -> bool:
     return exempt and forward_batch.forward_mode.is_draft_extend_v2()
 
 
-def _inert_tracking(host: Any, forward_batch: Any) -> InertTracking:
+def _require_inert_tracking(host: Any, forward_batch: Any) -> InertTracking:
     inert: InertTracking | None = getattr(host, "_inkling_sconv_inert", None)
     if inert is None:
         # This may be inside a capture, where it is too late to allocate.
-        raise _contract_error(
+        raise _make_error(
             "mamba_track_mask",
             forward_batch,
             "is None, and this backend was made before inkling_sconv was loaded",
@@ -164,7 +163,7 @@ def _inert_tracking(host: Any, forward_batch: Any) -> InertTracking:
     return inert
 
 
-def _contract_error(field: str, forward_batch: Any, found: str, remedy: str) -> TrackContractError:
+def _make_error(field: str, forward_batch: Any, found: str, remedy: str) -> TrackContractError:
     mode = getattr(forward_batch.forward_mode, "name", forward_batch.forward_mode)
     return TrackContractError(
         f"inkling_sconv: ForwardBatch.{field} {found} (forward mode {mode}); {remedy}."

@@ -1,4 +1,4 @@
-"""The method of SGLang's ``ShortConvolution`` that the fix ``draft-window`` replaces."""
+"""The fix ``draft-window``: a method for SGLang's ``ShortConvolution``."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from inkling_sconv.ops.draft_conv_state import update_draft_conv_state
 
 
 class InklingShortConvolution:
-    """Holds the method that goes on SGLang's ``ShortConvolution``."""
+    """Replacement for a method of ``ShortConvolution``; never instantiated."""
 
     def _update_sconv_cache_for_draft_extend(
         self: Any,

@@ -1,8 +1,8 @@
-"""Fixes of what is around the Inkling backend: the CUDA-graph runners, and the draft's conv state.
+"""Fixes for the code around the Inkling backend: CUDA-graph runners and the draft's conv state.
 
 Each fix asks ``probe/runners.py`` whether SGLang does the harm, and wraps the methods that do it.
-docs/fixes.md describes them. Fixes are only for processes that serve Inkling: the runners serve
-other models too, and no fix was tried on those.
+docs/fixes.md describes them. Fixes are applied only in processes that serve Inkling: the runners
+serve other models too, but fixes are tested with Inkling only.
 """
 
 import functools
@@ -16,8 +16,9 @@ import torch
 import wrapt
 
 from inkling_sconv import names
+from inkling_sconv.errors import describe_error
 from inkling_sconv.plugin.convolution import InklingShortConvolution
-from inkling_sconv.plugin.settings import describe_error, log, read_fix_names
+from inkling_sconv.plugin.settings import log, read_fix_names
 from inkling_sconv.probe import runners
 from inkling_sconv.probe.backend import leaves_draft_extend_alone
 from inkling_sconv.probe.stand_ins import Override
@@ -29,22 +30,22 @@ class Fix:
 
     name: str
     change: str
-    """The upstream change or the release that fixed the same; ``ours`` if upstream has not yet."""
+    """The upstream pull request or release with the same fix; ``ours`` if there is none."""
     module: str
     """The SGLang module that it changes. The fix is applied when SGLang imports it."""
     harm: str
     """What SGLang does wrong, as the log line says it."""
     is_needed: Callable[[ModuleType], bool]
-    """Whether the module does the harm. Raises what SGLang's method raises if it cannot be run."""
+    """Whether the module does the harm. Raises SGLang's own exception if its method cannot run."""
     apply: Callable[[ModuleType], None]
     default_for: frozenset[str] = frozenset()
-    """States of the backend in which it is on by default. docs/evidence.md has the figures."""
+    """States of the backend for which it is on by default. docs/evidence.md has the figures."""
     needs_draft_extend_exemption: bool = False
     """Whether it works only with a refresh that leaves draft-extend alone."""
 
 
 def _clear_stale_rows(module: ModuleType) -> None:
-    """Track nothing past the rows of the batch that was loaded last."""
+    """Zero the track fields past the live batch."""
 
     @wrapt.patch_function_wrapper(module.PrefillCudaGraphRunner, "load_batch")
     def load_batch(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
@@ -72,10 +73,10 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
     Captures record it, and ``prepare`` fills it before each replay. Padded rows point at slot 0,
     which every pool reserves. Their accepted count is negative, so they write nothing.
     """
-    whole = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
-    step = module.MultiLayerEagleDraftExtendCudaGraphRunner
+    multi_step_runner = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
+    single_step_runner = module.MultiLayerEagleDraftExtendCudaGraphRunner
 
-    @wrapt.patch_function_wrapper(whole, "_allocate_buffers")
+    @wrapt.patch_function_wrapper(multi_step_runner, "_allocate_buffers")
     def allocate(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         buffers = wrapped(*args, **kwargs)
         if not _translates_slots_on_host(runner):
@@ -84,7 +85,7 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
             )
         return buffers
 
-    @wrapt.patch_function_wrapper(step, "get_forward_batch")
+    @wrapt.patch_function_wrapper(single_step_runner, "get_forward_batch")
     def get_forward_batch(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         batch = wrapped(*args, **kwargs)
         slots = getattr(runner.buffers, "mamba_track_indices", None)
@@ -92,7 +93,7 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
             batch.mamba_track_indices = slots[: batch.batch_size]
         return batch
 
-    @wrapt.patch_function_wrapper(whole, "prepare")
+    @wrapt.patch_function_wrapper(multi_step_runner, "prepare")
     def prepare(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         slots = getattr(runner.buffers, "mamba_track_indices", None)
@@ -106,7 +107,7 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
 
 
 def _translates_slots_on_host(runner: Any) -> bool:
-    """Whether slots are translated on the host, so that a graph would keep those of its capture."""
+    """Whether slots are translated on the host: a graph would bake in its capture's slots."""
     sidecars = (
         getattr(backend, "short_conv_backend", None)
         for backend in runner.draft_extend_attn_backend_list
@@ -115,7 +116,7 @@ def _translates_slots_on_host(runner: Any) -> bool:
 
 
 def _place_draft_checkpoints(module: ModuleType) -> None:
-    """Let our method move the draft's conv state on, and keep its checkpoint."""
+    """Replace the method that moves the draft's conv state on and keeps its checkpoint."""
     cls = module.ShortConvolution
     cls._inkling_sconv_interval = staticmethod(
         lambda: int(module.get_exec().mamba.mamba_track_interval)
@@ -125,7 +126,7 @@ def _place_draft_checkpoints(module: ModuleType) -> None:
 
 
 def _clear_draft_states_once(module: ModuleType) -> None:
-    """Clear and copy nothing in draft-extend, because the prefill has done it."""
+    """Skip the call in draft-extend: the prefill has cleared and copied already."""
     worker = module.MultiLayerEagleDraftWorker
 
     @wrapt.patch_function_wrapper(worker, "_apply_deferred_mamba_init_to_draft_pools")
@@ -191,11 +192,11 @@ def install_fixes(backends: Sequence[type], states: set[str]) -> None:
     """Apply the fixes that are asked for and needed, each when SGLang imports its module, or now.
 
     Args:
-        backends: the Inkling backends of the process, our refresh in place where it is wanted.
-        states: the states in which they were found. Without ``INKLING_SCONV_FIXES``, these decide
-            which fixes are on.
+        backends: the Inkling backends of the process, after any replacement.
+        states: their states before it. Without ``INKLING_SCONV_FIXES``, these decide which fixes
+            are on.
     """
-    asked = _read_known_names()
+    asked = _read_requested_fixes()
     for fix in FIXES:
         is_on = bool(states & fix.default_for) if asked is None else fix.name in asked
         if not is_on:
@@ -208,14 +209,11 @@ def install_fixes(backends: Sequence[type], states: set[str]) -> None:
                     "It needs INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset.",
                 )
             continue
-        wrapt.register_post_import_hook(functools.partial(_apply_where_needed, fix), fix.module)
+        wrapt.register_post_import_hook(functools.partial(_apply_if_needed, fix), fix.module)
 
 
-def _read_known_names() -> set[str] | None:
-    """Read the fixes that ``INKLING_SCONV_FIXES`` names. Unknown names give one warning.
-
-    Returns None if the variable is unset or empty.
-    """
+def _read_requested_fixes() -> set[str] | None:
+    """Read the known names in ``INKLING_SCONV_FIXES``; None if the variable is unset or empty."""
     asked = read_fix_names()
     if asked is None:
         return None
@@ -223,14 +221,14 @@ def _read_known_names() -> set[str] | None:
     if unknown := asked.difference(known):
         log(
             logging.WARNING,
-            f"{names.FIXES_VARIABLE}: unknown fix {', '.join(sorted(unknown))}; valid are "
-            f"{', '.join(known)}, and none.",
+            f"{names.FIXES_VARIABLE}: ignored unknown fix {', '.join(sorted(unknown))}; "
+            f"choose from {', '.join(known)}, or none.",
         )
     return asked.intersection(known)
 
 
-def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
-    """Apply ``fix`` if ``module`` does the harm. If it still does then, restore the classes.
+def _apply_if_needed(fix: Fix, module: ModuleType) -> None:
+    """Apply ``fix`` if ``module`` does the harm. If the harm is still there, restore the classes.
 
     Never raises: an exception would propagate into SGLang's own import.
     """
@@ -256,7 +254,7 @@ def _apply_where_needed(fix: Fix, module: ModuleType) -> None:
 
 
 def save_classes(module: ModuleType) -> Callable[[], None]:
-    """Return a function that gives the classes of ``module`` back their attributes of now."""
+    """Return a function that restores the current attributes of the classes of ``module``."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     saved = [(cls, dict(vars(cls))) for cls in classes if cls.__module__ == module.__name__]
 
@@ -265,7 +263,7 @@ def save_classes(module: ModuleType) -> Callable[[], None]:
             for name in vars(cls).keys() - attributes.keys():
                 delattr(cls, name)
             for name, value in attributes.items():
-                if vars(cls)[name] is not value:
+                if name not in vars(cls) or vars(cls)[name] is not value:
                     setattr(cls, name, value)
 
     return restore

@@ -1,7 +1,7 @@
-"""Putting our refresh on SGLang's Inkling backend, where the tree and the settings call for it.
+"""Replace the Inkling backend's refresh if its state and ``INKLING_SCONV`` call for it.
 
-The class is run before the decision and again after the replacement. If our refresh fails there,
-the original methods are restored. Every error is logged, and SGLang's import goes on.
+The class is probed before and after the replacement. If our refresh fails the second probe, the
+original methods are restored. Every error is logged, and SGLang's import goes on.
 """
 
 import logging
@@ -11,19 +11,18 @@ from typing import Any
 
 import wrapt
 
+from inkling_sconv.errors import describe_error
 from inkling_sconv.names import (
     ALLOC_GRAPH_BUFFERS,
     DISTRIBUTION,
     DRAFT_EXTEND_VARIABLE,
     MODE_VARIABLE,
     PLUGIN,
-    PLUGINS_VARIABLE,
     REFRESH,
 )
 from inkling_sconv.plugin.settings import (
     DraftExtend,
     Mode,
-    describe_error,
     log,
     read_draft_extend,
     read_mode,
@@ -47,7 +46,7 @@ def inspect_backends(module: ModuleType) -> None:
         if not backends:
             log(logging.WARNING, f"no class in {module.__name__} defines {REFRESH}; left alone.")
             return
-        states = {_treat(backend, mode) for backend in backends}
+        states = {_replace_if_needed(backend, mode) for backend in backends}
         install_fixes(backends, {state.value for state in states})
     except Exception as error:
         log(
@@ -56,10 +55,10 @@ def inspect_backends(module: ModuleType) -> None:
         )
 
 
-def _treat(backend: type, mode: Mode) -> Any:
+def _replace_if_needed(backend: type, mode: Mode) -> Any:
     """Replace the refresh of ``backend`` if its state and ``mode`` call for it, and log one line.
 
-    Returns its ``State`` before that.
+    Returns the ``State`` found before any replacement.
     """
     from inkling_sconv.probe.backend import State, classify
 
@@ -69,8 +68,8 @@ def _treat(backend: type, mode: Mode) -> Any:
     if (foreign := _describe_foreign_hook(backend)) is not None:
         log(
             logging.WARNING,
-            f"{backend.__qualname__}.{foreign}; left alone. To let this plugin decide, leave the "
-            f"other one out of {PLUGINS_VARIABLE}.",
+            f"{backend.__qualname__}.{foreign}; left alone. To let this plugin decide, remove the "
+            "other one.",
         )
         return report.state
     found = f"{backend.__qualname__} is {report.state.value} ({report.why})"
@@ -108,13 +107,13 @@ def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
 
     methods = (REFRESH, ALLOC_GRAPH_BUFFERS)
     originals = {name: vars(backend)[name] for name in methods if name in vars(backend)}
+    exempt = _exempts_draft_extend(must_exempt)
 
     def alloc(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
         InklingSconvBackend._alloc_inert_tracking(instance, exempt_draft_extend=exempt)
 
-    exempt = _exempts_draft_extend(must_exempt)
-    # Not through the registry, which walks every loaded module for each target: 30 ms.
+    # Wrapped directly: the registry scans every loaded module for each target, 30 ms.
     wrapt.wrap_function_wrapper(backend, ALLOC_GRAPH_BUFFERS, alloc)
     HookRegistry.register(
         _target(backend, REFRESH),
@@ -147,8 +146,7 @@ def _graft(backend: type, found: str, *, must_exempt: bool = False) -> None:
 def _exempts_draft_extend(must: bool) -> bool:
     """Whether our refresh is to leave draft-extend alone.
 
-    ``must``: it has to, as the runner stages the draft's checkpoint slots and inert fields would
-    overwrite them.
+    ``must``: the runner sets the draft's checkpoint slots, which inert fields would overwrite.
     """
     form = read_draft_extend()
     if form is DraftExtend.INERT and must:
@@ -157,7 +155,7 @@ def _exempts_draft_extend(must: bool) -> bool:
 
 
 def _describe_foreign_hook(backend: type) -> str | None:
-    """Return ``METHOD is already hooked by WHOM`` if another plugin changed a method we replace."""
+    """Describe another plugin's hook on a method that we replace; None if there is none."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     own_globals = vars(sys.modules[backend.__module__])
@@ -168,7 +166,7 @@ def _describe_foreign_hook(backend: type) -> str | None:
             who = f"plugin {source.plugin_name}" if source else _describe_function(hook)
             return f"{name} is already hooked by {who}"
         method = vars(backend).get(name)
-        # By type, as a proxy passes for a function with isinstance.
+        # ``type()``, because isinstance accepts wrapt's proxies.
         if method is not None and not (
             type(method) is FunctionType and method.__globals__ is own_globals
         ):

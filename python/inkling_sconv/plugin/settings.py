@@ -24,13 +24,13 @@ class Mode(str, enum.Enum):
     """Values of ``INKLING_SCONV``: which backend classes get our refresh."""
 
     AUTO = "auto"
-    """Crashing ones."""
+    """Replace crashing classes."""
     FAST = "fast"
-    """Every recognised one, for speed."""
+    """Replace every recognised class, for speed."""
     FORCE = "force"
-    """All but exempt ones, recognised or not, if our refresh works there."""
+    """Replace every class except exempt ones, recognised or not, if our refresh works there."""
     OFF = "off"
-    """No class, and no fix is applied."""
+    """Change nothing."""
 
 
 class DraftExtend(str, enum.Enum):
@@ -79,7 +79,7 @@ def is_allowed() -> bool:
 
 
 def describe_plugin() -> str:
-    """Say in one line whether servers of this Python load the plugin, and with which variables."""
+    """Describe whether servers load the plugin, and which variables are set."""
     if not is_installed():
         return "its entry point is missing: pip install sglang-inkling-sconv"
     if not is_allowed():
@@ -92,11 +92,11 @@ def describe_plugin() -> str:
 
 
 def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
-    """List the variables to unset, so that the plugin applies ``fixes``.
+    """List the variables that keep ``fixes`` from being applied.
 
     Args:
         fixes: names of fixes that the plugin does not apply now.
-        setting: the variables that will be set for them, ``NAME=VALUE`` separated by spaces.
+        setting: what ``advice.advise_setting`` returns.
     """
     mode, named, form = (
         os.environ.get(name, "").strip().lower()
@@ -112,13 +112,8 @@ def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
 
 
 def log(level: int, message: str) -> None:
-    """Log one line under our name and version."""
+    """Log one line that begins with our name and version."""
     logger.log(level, "inkling_sconv %s: %s", __version__, message)
-
-
-def describe_error(error: BaseException) -> str:
-    """Return ``TYPE: MESSAGE``, like the last line of a traceback."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _read_choice(variable: str, default: _Choice) -> _Choice:

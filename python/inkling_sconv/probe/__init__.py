@@ -1,4 +1,4 @@
-"""What an SGLang tree does, found by running its own classes on CPU tensors.
+"""Find out what an SGLang tree does by running its own classes on CPU tensors.
 
-Nothing here looks at a version: what counts is what the code does.
+Nothing depends on a version.
 """

@@ -1,4 +1,4 @@
-"""What an Inkling backend does, found by running it on CPU tensors.
+"""Classify an Inkling backend by running it on CPU tensors.
 
 The class runs without a model runner: on an instance made by ``object.__new__``, with the buffers
 of its own ``_alloc_graph_buffers``, and with real ``ForwardBatch`` objects.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from inkling_sconv.errors import describe_error
 from inkling_sconv.names import (
     ALLOC_GRAPH_BUFFERS,
     REFRESH,
@@ -31,7 +32,7 @@ class State(str, enum.Enum):
     """What a backend class does with a capture batch that carries no prefix lengths."""
 
     UNTRACKED = "untracked"
-    """Returns early, without indices: the checkpoint scatter drops out of the graph."""
+    """Returns early, without indices: the graph records no checkpoint scatter."""
     CRASHING = "crashing"
     """Dereferences the missing prefix lengths."""
     GUARDED = "guarded"
@@ -39,7 +40,7 @@ class State(str, enum.Enum):
     EXEMPT = "exempt"
     """Gives inert indices to prefill; leaves draft-extend alone."""
     GRAFTED = "grafted"
-    """Has our method: as exempt or guarded, and makes up no prefix for rows that may be tracked."""
+    """Our method: like exempt or guarded, but refuses a live mask without prefix lengths."""
     UNKNOWN = "unknown"
     """Does something else, or cannot be run."""
 
@@ -161,13 +162,10 @@ class Rig:
 
     def compute_reference(self, batch: Any) -> torch.Tensor:
         """The indices that ``batch`` should get, from the last refresh's ``query_start_loc``."""
-        prefix_lens = batch.extend_prefix_lens
-        if prefix_lens is None:
-            prefix_lens = torch.zeros_like(batch.mamba_track_seqlens)
         return track_conv_indices_ref(
             self.backend.sconv_metadata.query_start_loc,
             batch.mamba_track_seqlens,
-            prefix_lens,
+            batch.extend_prefix_lens,
             rows=batch.batch_size,
             chunk_size=self.chunk_size,
             window=self.window,
@@ -175,7 +173,7 @@ class Rig:
 
 
 def leaves_draft_extend_alone(cls: type) -> bool:
-    """Whether a draft-extend capture keeps its ``mamba_track_indices`` and gets no indices."""
+    """Whether a draft-extend capture keeps its ``mamba_track_indices`` and returns no indices."""
     try:
         rig = Rig(cls)
         batch = rig.make_batch("DRAFT_EXTEND_V2", 2)
@@ -187,18 +185,19 @@ def leaves_draft_extend_alone(cls: type) -> bool:
 
 
 class _UnrecognisedError(Exception):
-    """The class does something that no known state does."""
+    """The class matches no known state."""
 
 
 def classify(cls: type) -> Report:
     """Run ``cls`` and name its state. Never raises: a class that cannot be run is ``unknown``."""
     capture = ""
     try:
-        capture, prefill = _capture(cls, "DRAFT_EXTEND_V2"), _capture(cls, "EXTEND")
+        capture = _capture(cls, "DRAFT_EXTEND_V2")
+        prefill = _capture(cls, "EXTEND")
         _check_live(cls)
         state = _STATES.get((_kind(capture), _kind(prefill)))
         if state is State.CRASHING:
-            # The crash is the missing prefix only if the same capture works with one.
+            # Confirm that the missing prefix causes the crash.
             capture_with_prefix = _capture(cls, "DRAFT_EXTEND_V2", prefix_lens=[0, 0])
             if _kind(capture_with_prefix) != _INDICES:
                 raise _UnrecognisedError(f"with prefix lengths, capture: {capture_with_prefix}")
@@ -208,7 +207,7 @@ def classify(cls: type) -> Report:
             raise _UnrecognisedError(f"draft-extend capture: {capture}; prefill capture: {prefill}")
         return Report(state, f"draft-extend capture: {capture}", capture)
     except Exception as error:
-        why = str(error) if isinstance(error, _UnrecognisedError) else _describe(error)
+        why = str(error) if isinstance(error, _UnrecognisedError) else describe_error(error)
         return Report(State.UNKNOWN, why, capture)
 
 
@@ -225,10 +224,6 @@ def _kind(outcome: str) -> str:
     return outcome if outcome in (_NONE, _INDICES) else _RAISES
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> str:
     """Run a capture of two rows of four tokens without track metadata, and name the outcome."""
     rig = Rig(cls)
@@ -237,26 +232,26 @@ def _capture(cls: type, mode: str, prefix_lens: Sequence[int] | None = None) -> 
     try:
         indices = rig.refresh(batch, [0, 4, 8], on_graph_path=True)
     except Exception as error:
-        return _describe(error)
+        return describe_error(error)
     changed = {name for name, value in vars(batch).items() if value is not before.get(name)}
     if indices is None:
         if changed:
-            raise _UnrecognisedError(f"{mode} capture: no indices, yet sets {_list(changed)}")
+            raise _UnrecognisedError(f"{mode} capture: no indices, but sets {_join(changed)}")
         return _NONE
     fields = {TRACK_MASK, TRACK_INDICES, TRACK_SEQLENS}
     if changed != fields or batch.mamba_track_mask.any() or batch.mamba_track_indices.any():
         raise _UnrecognisedError(
-            f"{mode} capture: track fields are not inert (sets {_list(changed)})"
+            f"{mode} capture: track fields are not inert (sets {_join(changed)})"
         )
     if not torch.equal(indices, rig.compute_reference(batch)):
         raise _UnrecognisedError(
-            f"{mode} capture: window is not the reference's: {indices.tolist()}"
+            f"{mode} capture: indices differ from the reference: {indices.tolist()}"
         )
     return _INDICES
 
 
 def _check_live(cls: type) -> None:
-    """Require the right window for a live batch, no other change, and an error without a prefix."""
+    """Check that a live batch gets the right indices and nothing else, and needs a prefix."""
     mask, track_seqlens = [True, False, True], [192, 64, 400]
     for on_graph_path in (False, True):
         rig = Rig(cls)
@@ -268,7 +263,7 @@ def _check_live(cls: type) -> None:
         indices = rig.refresh(batch, [0, 128, 168, 368, 368], on_graph_path=on_graph_path)
         if indices is None or not torch.equal(indices, rig.compute_reference(batch)):
             got = None if indices is None else indices.tolist()
-            raise _UnrecognisedError(f"live batch: window is not the reference's: {got}")
+            raise _UnrecognisedError(f"live batch: indices differ from the reference: {got}")
         touched = {
             name
             for host, old in zip(hosts, before, strict=True)
@@ -276,14 +271,14 @@ def _check_live(cls: type) -> None:
             if value is not old.get(name, _UNSET)
         } - {"track_conv_indices", "query_start_loc"}
         if touched:
-            raise _UnrecognisedError(f"live batch: also sets {_list(touched)}")
+            raise _UnrecognisedError(f"live batch: also sets {_join(touched)}")
     rig = Rig(cls)
     try:
         batch = rig.make_batch("EXTEND", 3, mask=mask, track_seqlens=track_seqlens)
         rig.refresh(batch, [0, 128, 168, 368], on_graph_path=False)
     except Exception:
         return
-    raise _UnrecognisedError("live batch without extend_prefix_lens passes")
+    raise _UnrecognisedError("a live batch without extend_prefix_lens is accepted")
 
 
 def _refuses_unmasked(cls: type) -> bool:
@@ -296,5 +291,5 @@ def _refuses_unmasked(cls: type) -> bool:
     return False
 
 
-def _list(names: set[str]) -> str:
+def _join(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"

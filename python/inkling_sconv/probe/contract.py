@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from inkling_sconv import names
+from inkling_sconv.errors import describe_error
 from inkling_sconv.probe import runners
 from inkling_sconv.probe.backend import Rig, State
 
@@ -18,11 +19,11 @@ GRAPH_MODES = ("DRAFT_EXTEND_V2", "EXTEND")
 
 
 class Verdict(str, enum.Enum):
-    """What a check says of a tree."""
+    """Outcome of a check."""
 
     HOLDS = "holds"
     LIMIT = "limit"
-    """Not met, but no answer of the server is wrong for it: at most it costs time or acceptance."""
+    """Unmet, but the server's answers stay right; it costs speed or accepted tokens."""
     BROKEN = "broken"
 
 
@@ -33,12 +34,12 @@ class Row:
     asked: str
     """The requirement."""
     change: str
-    """The upstream change, or the release, that introduced it; ``ours`` where upstream has none."""
+    """The upstream pull request or release that introduced it; ``ours`` if there is none."""
     verdict: Verdict
     seen: str
     """What the tree did, in one line."""
     fix: str = ""
-    """The one of ``INKLING_SCONV_FIXES`` that makes this check hold; empty if there is none."""
+    """Name of the fix that makes this check hold, or empty."""
 
 
 class _UnmetError(Exception):
@@ -60,7 +61,7 @@ _CHECKS: list[_Check] = []
 def _check(
     asked: str, change: str, if_unmet: Verdict = Verdict.BROKEN, *, fix: str = ""
 ) -> Callable[[Callable[[type], str]], Callable[[type], str]]:
-    """Add the decorated function to the checks: it gets a backend, and returns what it saw."""
+    """Add a function that takes a backend class and returns what it found, in one line."""
 
     def add(run: Callable[[type], str]) -> Callable[[type], str]:
         _CHECKS.append(_Check(asked, change, run, if_unmet, fix))
@@ -77,7 +78,7 @@ def check_backend(backend: type) -> Iterator[Row]:
         except _UnmetError as error:
             seen, verdict = str(error), check.if_unmet
         except Exception as error:
-            seen, verdict = f"{type(error).__name__}: {error}", Verdict.BROKEN
+            seen, verdict = describe_error(error), Verdict.BROKEN
         yield Row(check.asked, check.change, verdict, " ".join(seen.split()), check.fix)
 
 
@@ -92,13 +93,13 @@ def _capture(rig: Rig, mode: str, requests: int = 3) -> tuple[Any, torch.Tensor 
     return batch, indices
 
 
-@_check("draft-extend captures without prefix lengths", "#35042")
+@_check("a draft-extend capture needs no prefix lengths", "#35042")
 def _draft_extend_starts(backend: type) -> str:
     _, indices = _capture(Rig(backend), "DRAFT_EXTEND_V2")
     return "no indices" if indices is None else "inert indices"
 
 
-@_check("prefill captures without track metadata", "#34043, #35042")
+@_check("a prefill capture needs no track metadata", "#34043, #35042")
 def _prefill_starts(backend: type) -> str:
     _, indices = _capture(Rig(backend), "EXTEND")
     return "no indices" if indices is None else "inert indices"
@@ -114,7 +115,7 @@ def _second_call_agrees(backend: type) -> str:
         same = first is second or (
             first is not None and second is not None and torch.equal(first, second)
         )
-        _require(same, f"{mode}: {first} then {second}")
+        _require(same, f"{mode}: first call {first}, second call {second}")
     return "same indices twice, both modes"
 
 
@@ -125,7 +126,7 @@ TRACKING = "prefill graphs track under speculation"
 @_check(SCATTER, "#34043")
 def _scatter_is_recorded(backend: type) -> str:
     batch, indices = _capture(Rig(backend), "EXTEND")
-    _require(indices is not None, "no indices: the scatter drops out of the graph")
+    _require(indices is not None, "no indices: the graph records no checkpoint scatter")
     mask = batch.mamba_track_mask
     _require(mask is not None and not mask.any(), f"its mask is not inert: {mask}")
     _require(not batch.mamba_track_indices.any(), "its rows point at live slots")
@@ -135,12 +136,12 @@ def _scatter_is_recorded(backend: type) -> str:
 @_check("a live batch without prefix lengths is refused", "#33023")
 def _live_batch_is_refused(backend: type) -> str:
     indices = _refresh_without_prefix(backend, on_graph_path=False)
-    _require(isinstance(indices, str), f"passes, with a made-up prefix: {indices}")
+    _require(isinstance(indices, str), f"accepted, with a made-up prefix: {indices}")
     return str(indices)
 
 
 def _refresh_without_prefix(backend: type, *, on_graph_path: bool) -> torch.Tensor | str | None:
-    """The indices of one tracked row without a prefix length, or ``raises ERROR``."""
+    """Return the indices of one tracked row without a prefix length, or ``raises ERROR``."""
     rig = Rig(backend)
     batch = rig.make_batch("EXTEND", 1, mask=[True], track_seqlens=[64])
     try:
@@ -194,13 +195,13 @@ def _refresh_tracked(
 @_check("the window is the reference's on random live batches", "#33023")
 def _window_is_right(backend: type) -> str:
     rig = Rig(backend)
-    for number, (batch, starts) in enumerate(_make_live_batches(rig, 100)):
+    for i, (batch, starts) in enumerate(_make_live_batches(rig, 100)):
         for on_graph_path in (False, True):
             got = rig.refresh(batch, starts, on_graph_path=on_graph_path)
             if got is None:
-                raise _UnmetError(f"batch {number}: no indices")
+                raise _UnmetError(f"batch {i}: no indices")
             want = rig.compute_reference(batch)
-            _require(torch.equal(got, want), f"batch {number}: {got.tolist()} not {want.tolist()}")
+            _require(torch.equal(got, want), f"batch {i}: got {got.tolist()}, want {want.tolist()}")
     return "200 of 200 equal, eager and on the graph path"
 
 
@@ -243,10 +244,8 @@ def _host_reads_nothing(backend: type) -> str:
 @_check("draft-extend leaves mamba_track_indices alone", "0.5.22", Verdict.LIMIT)
 def _draft_extend_is_exempt(backend: type) -> str:
     batch, _ = _capture(Rig(backend), "DRAFT_EXTEND_V2")
-    _require(
-        batch.mamba_track_indices is None,
-        "points it at slot 0: draft tracking into the dummy slot, and draft checkpoints not kept",
-    )
+    kept = batch.mamba_track_indices is None
+    _require(kept, "points it at slot 0, so draft checkpoints are lost")
     return "left None"
 
 
@@ -280,16 +279,16 @@ def _prefill_tracks_under_speculation(backend: type) -> str:
     )
     _require(
         runners.tracks_conv_windows(module, speculative=True),
-        "the prefill runner leaves tracking out when a speculative algorithm is on",
+        "the prefill runner does not track under speculation",
     )
-    return "the prefill runner tracks with and without"
+    return "the prefill runner tracks with and without speculation"
 
 
 @_check("no stale track row is left past the live batch", "#34184", fix="prefill-rows")
 def _prefill_rows_are_fresh(backend: type) -> str:
     stale = runners.leaves_stale_rows(importlib.import_module(names.PREFILL_RUNNER_MODULE))
-    _require(not stale, "after a batch of three, one of one still tracks rows past its own")
-    return "after a batch of three, one of one tracks its own row only"
+    _require(not stale, "loading one request after three leaves stale track rows")
+    return "loading one request after three leaves no stale rows"
 
 
 @_check(
@@ -299,9 +298,9 @@ def _prefill_rows_are_fresh(backend: type) -> str:
     fix="draft-checkpoint",
 )
 def _draft_checkpoints_are_kept(backend: type) -> str:
-    dropped = _ask_draft(runners.drops_draft_checkpoints, names.DRAFT_EXTEND_RUNNER_MODULE)
-    _require(not dropped, "a capture has no slots for them; after a hit the draft starts cold")
-    return "a capture has slots for them"
+    dropped = _run_draft_probe(runners.drops_draft_checkpoints, names.DRAFT_EXTEND_RUNNER_MODULE)
+    _require(not dropped, "the capture's batch has no slots; after a hit the draft starts cold")
+    return "the capture's batch has slots"
 
 
 @_check(
@@ -311,9 +310,9 @@ def _draft_checkpoints_are_kept(backend: type) -> str:
     fix="draft-window",
 )
 def _draft_window_is_right(backend: type) -> str:
-    wrong = _ask_draft(runners.misplaces_draft_checkpoints, names.SHORT_CONVOLUTION_MODULE)
-    _require(not wrong, "it is another window; after a hit the draft may propose other tokens")
-    return "it is, with and without front rows"
+    wrong = _run_draft_probe(runners.misplaces_draft_checkpoints, names.SHORT_CONVOLUTION_MODULE)
+    _require(not wrong, "the wrong window; after a hit the draft may propose other tokens")
+    return "the right window, with and without front rows"
 
 
 @_check(
@@ -323,25 +322,24 @@ def _draft_window_is_right(backend: type) -> str:
     fix="draft-state",
 )
 def _draft_state_is_cleared_once(backend: type) -> str:
-    again = _ask_draft(runners.clears_draft_states_again, names.DRAFT_WORKER_MODULE)
-    _require(not again, "each draft-extend does it again; without front rows the draft reads it")
-    return "by the prefill"
+    again = _run_draft_probe(runners.clears_draft_states_again, names.DRAFT_WORKER_MODULE)
+    _require(not again, "every draft-extend clears it; without front rows the draft reads zeros")
+    return "only the prefill clears it"
 
 
-def _ask_draft(question: Callable[[ModuleType], bool], name: str) -> bool:
-    # The draft's proposals change no answer, so failing to ask is a limit as well.
+def _run_draft_probe(probe: Callable[[ModuleType], bool], name: str) -> bool:
+    # The draft never changes the output, so a check that cannot run is a limit too.
     try:
-        return question(importlib.import_module(name))
+        return probe(importlib.import_module(name))
     except Exception as error:
-        raise _UnmetError(f"could not be asked: {type(error).__name__}: {error}") from error
+        raise _UnmetError(f"could not run: {describe_error(error)}") from error
 
 
 def excuse_early_return(found: Sequence[Row], state: State) -> list[Row]:
-    """Turn the scatter's row of an untracked backend into a limit if its runner tracks.
+    """Downgrade the scatter's check to a limit if the prefill runner always brings track metadata.
 
-    An untracked refresh returns early from a capture without track metadata, and that graph then
-    records no checkpoint scatter. A prefill runner that tracks puts the metadata into each of its
-    captures, so no graph takes the early return.
+    Only a capture without track metadata makes an untracked refresh return early and leave the
+    scatter out of the graph. A prefill runner that tracks puts the metadata into every capture.
     """
     tracks = any(row.asked == TRACKING and row.verdict is Verdict.HOLDS for row in found)
     if not (state is State.UNTRACKED and tracks):

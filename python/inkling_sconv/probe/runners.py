@@ -1,8 +1,7 @@
-"""What SGLang's CUDA-graph runners do with the conv state's track fields, found by running them.
+"""Find out what SGLang's CUDA-graph runners do with the conv state's track fields.
 
-Each question runs one method of a runner on CPU tensors, on an instance without a model: everything
-else that the method calls or reads is blank. If the method cannot be run so, the question raises
-what the method raises.
+Each function runs one real method on CPU tensors, with stand-ins for everything else that the
+method calls or reads. It raises what the method raises.
 """
 
 import collections
@@ -29,7 +28,7 @@ _SLOTS = 4
 
 
 def leaves_stale_rows(module: ModuleType) -> bool:
-    """Whether a prefill replay still finds the last replay's track fields past the live batch.
+    """Whether ``load_batch`` leaves track rows of an earlier batch past the live one.
 
     Loads a batch of three requests, then a batch of one.
     """
@@ -41,7 +40,7 @@ def leaves_stale_rows(module: ModuleType) -> bool:
 
 def make_prefill_runner(module: ModuleType, *, tracking: bool = True) -> Any:
     """Make a prefill runner of four request slots on which only ``load_batch`` is real."""
-    # The registry that SGLang builds for it, but not shared with other runners.
+    # SGLang's own registry, not shared with other runners.
     registry = importlib.import_module(BUFFER_REGISTRY_MODULE).build_prefill_registry(
         device=torch.device("cpu"),
         max_bs=_SLOTS,
@@ -124,10 +123,10 @@ def drops_draft_checkpoints(module: ModuleType) -> bool:
 
 
 def misplaces_draft_checkpoints(module: ModuleType) -> bool:
-    """Whether draft-extend checkpoints another window than the one that ends on the boundary.
+    """Whether draft-extend saves a window other than the one that ends on the boundary.
 
     A request of six tokens accepts three more. The boundary is at eight, and each row holds its
-    position. Asked without front rows, and with four.
+    position. Tried without front rows, and with four.
     """
     interval, window, base, accepted, width = 8, 3, 6, 3, 3
     configuration = AllOn(mamba=AllOn(mamba_track_interval=interval))
@@ -148,7 +147,7 @@ def misplaces_draft_checkpoints(module: ModuleType) -> bool:
         cache[0, :, 0] = torch.arange(base - window, base)
         rows = torch.arange(base - front, base + width, dtype=cache.dtype)[:, None]
         scatter = module.fused_draft_extend_sconv_cache
-        module.fused_draft_extend_sconv_cache = _scatter  # type: ignore[attr-defined]
+        module.fused_draft_extend_sconv_cache = _update_cache_ref  # type: ignore[attr-defined]
         try:
             with use_configuration(vars(module), configuration):
                 conv._update_sconv_cache_for_draft_extend(batch, cache, torch.tensor([0]), rows)
@@ -159,7 +158,7 @@ def misplaces_draft_checkpoints(module: ModuleType) -> bool:
     return False
 
 
-def _scatter(
+def _update_cache_ref(
     *,
     hidden_states: torch.Tensor,
     sconv_cache: torch.Tensor,
@@ -185,8 +184,8 @@ def _scatter(
 def clears_draft_states_again(module: ModuleType) -> bool:
     """Whether each draft-extend clears the draft's conv states again, after the prefill did.
 
-    It does if a decoding batch still names the slots that its prefill was to clear, and if the
-    draft's worker clears them in draft-extend too.
+    It does if a decoding batch still names the slots that its prefill has cleared already, and if
+    the draft's worker clears them in draft-extend too.
     """
     return _clears_in_draft_extend(module) and _decodes_with_slots_to_clear()
 

@@ -16,7 +16,7 @@ from inkling_sconv.names import CONFIG_MODULES
 class Blank:
     """An object without content, or a configuration in which nothing is set.
 
-    It is false, and no comparison with it holds. Its attributes, items and results are blank too.
+    It is falsy, and order comparisons are False. Its attributes, items and results are blank too.
     """
 
     def __init__(self, *_: Any, **__: Any):
@@ -53,7 +53,7 @@ class Stub(Blank):
 
 
 class AllOn:
-    """A configuration in which every switch is on, but for ``disable...`` and the ``given`` ones.
+    """A configuration in which every switch is on, except ``disable...`` and the ``given`` ones.
 
     A given bool becomes a method that returns it. Other switches work as a property and as a
     method, since releases differ in that.
@@ -75,7 +75,7 @@ class AllOn:
 
 
 class Override:
-    """An existing object, but for the ``given`` attributes."""
+    """An existing object with the ``given`` attributes replaced."""
 
     def __init__(self, original: Any, **given: Any):
         self.__dict__.update(given, _original=original)
@@ -86,7 +86,7 @@ class Override:
 
 @contextlib.contextmanager
 def use_configuration(namespace: dict[str, Any], configuration: Any) -> Iterator[None]:
-    """Give ``configuration`` to all code of ``namespace`` that asks SGLang for one.
+    """Patch SGLang's configuration getters in ``namespace`` to return ``configuration``.
 
     ``namespace`` is a module's ``vars()`` or a function's ``__globals__``. It is restored on exit.
     """

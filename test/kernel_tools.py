@@ -38,18 +38,20 @@ _serial = itertools.count()
 def load_copy(
     module: ModuleType, folder: Path, *edits: Edit, interpret: bool = False
 ) -> ModuleType:
-    """Import a copy of ``module``, in which each ``old`` text is replaced by ``new``.
+    """Import ``module`` once more, with each ``old`` text replaced by ``new``.
 
     Triton reads a kernel's source from its file, and decides while it decorates the kernel whether
     to interpret it.
     """
-    text = Path(str(module.__file__)).read_text()
+    path = Path(str(module.__file__))
+    text, name = path.read_text(), f"{path.stem}_{next(_serial)}"
     for old, new in edits:
         assert text.count(old) == 1, f"{text.count(old)} places of {old!r}"
         text = text.replace(old, new)
-    path = folder / f"{module.__name__.rpartition('.')[2]}_{next(_serial)}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if edits:
+        path = folder / f"{name}.py"
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1" if interpret else "0"):
@@ -64,8 +66,9 @@ def find_survivors(
     check(load_copy(module, folder, interpret=True))
     survivors = []
     for name, edit in wrong.items():
+        copy = load_copy(module, folder, edit, interpret=True)
         try:
-            check(load_copy(module, folder, edit, interpret=True))
+            check(copy)
         except (AssertionError, IndexError, RuntimeError):
             continue
         survivors.append(name)

@@ -113,12 +113,12 @@ def test_replays_read_what_is_there_then():
 
 # -------------------------------------------------------------------------------- wrong versions
 
-REPLACED = "replaced = min(front, window)"
+REPLACED = "replaced = min(front, window)\n    for"
 WRONG_REFERENCES = {
     "padded rows write": ("n < 0:\n            continue", "n < -1:\n            continue"),
     "front rows are tokens": ("own[front - replaced :]", "own"),
-    "the state for front rows": (REPLACED, "replaced = 0"),
-    "front rows past the window": (REPLACED, "replaced = front"),
+    "the state for front rows": (REPLACED, "replaced = 0\n    for"),
+    "front rows past the window": (REPLACED, "replaced = front\n    for"),
     "a boundary at the base": ("and offset > 0:", "and offset >= 0:"),
     "the boundary's own token left out": ("rows[offset : offset", "rows[offset - 1 : offset - 1"),
     "the step's end for the boundary": ("(base + n) // interval * interval - base\n", "n\n"),

@@ -145,7 +145,7 @@ def test_in_a_model(tmp_path, record_property):
     model = emulator.Model(tmp_path / "tiny")
     early = ("rows[offset : offset + window]", "rows[offset - 1 : offset - 1 + window]")
     # Of two heads' four front rows, three are a warm-up.
-    reading = ("replaced = min(front, window)", "replaced = max(front - window, 0)")
+    reading = ("min(front, window)\n    for", "max(front - window, 0)\n    for")
     updates = {
         name: (load_copy(draft_conv_state, tmp_path, *edits).update_draft_conv_state_ref, cleared)
         for name, edits, cleared in (

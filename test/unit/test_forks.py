@@ -89,5 +89,5 @@ def test_a_method_that_another_plugin_changed_is_left_alone(drive, scenario, wor
     line, *others = seen["log"]
     assert len(others) == len(fixes)
     assert all(f": {name} (" in other for name, other in zip(fixes, others, strict=True))
-    assert line.startswith("WARNING") and words in line and "SGLANG_PLUGINS" in line
+    assert line.startswith("WARNING") and words in line and "remove the other one" in line
     assert seen["states"][CLASS]["state"] != "grafted"

@@ -265,7 +265,7 @@ HEALS: dict[str, Edit] = {
 
 REFUSED: dict[str, tuple[str, Edit]] = {
     # No Python that can be read, or none of ours.
-    "CR": ("lone CR", set_newlines("\r")),
+    "CR": ("CR-only", set_newlines("\r")),
     "merge conflict": ("not Python", insert(CONFLICT)),
     "syntax error": ("not Python", append("\ndef broken(:\n")),
     "not UTF-8": ("cannot be read", lambda text: text.encode() + b"# caf\xe9\n"),
@@ -283,46 +283,46 @@ REFUSED: dict[str, tuple[str, Edit]] = {
             )
         ),
     ),
-    "too few arguments": ("which one", set_signature("self, forward_batch)")),
+    "too few arguments": ("expected a third", set_signature("self, forward_batch)")),
     "no torch": (
         "does not import torch",
         lambda text: replace(text, ("import torch\n", "torch = __import__('torch')\n")),
     ),
     # Another guard: the first three are rejected designs.
     "guard on None alone": (
-        "treated here already",
+        "handled already",
         bind("lens", f"lens = {FIELD}\nif lens is None:\n    lens = {ZEROS}"),
     ),
-    "guard in the fill": ("treated here already", guard_in_fill("lens is None")),
+    "guard in the fill": ("handled already", guard_in_fill("lens is None")),
     "whole guard in the fill": (
-        "treated here already",
+        "handled already",
         guard_in_fill("lens is None and on_graph_path"),
     ),
     "raises instead": (
-        "treated here already",
+        "handled already",
         bind("lens", f"lens = {FIELD}\nif lens is None and on_graph_path:\n    raise ValueError"),
     ),
     # Names that would mean something else.
     "written into the batch": ("is assigned", insert(f"{FIELD} = {FIELD}.to(torch.int64)")),
-    "another name": ("another name", insert("fb = forward_batch\nfb.extend_prefix_lens.shape")),
-    "getattr": ("another name", insert("getattr(forward_batch, 'extend_prefix_lens').shape")),
+    "another name": ("read indirectly", insert("fb = forward_batch\nfb.extend_prefix_lens.shape")),
+    "getattr": ("read indirectly", insert("getattr(forward_batch, 'extend_prefix_lens').shape")),
     "used on its line": ("on its line", bind("lens", f"lens = {FIELD}; count = lens.shape[0]")),
     "inner function": ("an inner function", insert(f"count = lambda: {FIELD}.shape[0]")),
-    "batch bound anew": ("assigned anew", insert("forward_batch = forward_batch")),
-    "flag bound anew": ("assigned anew", insert("on_graph_path = bool(on_graph_path)")),
+    "batch bound anew": ("is reassigned", insert("forward_batch = forward_batch")),
+    "flag bound anew": ("is reassigned", insert("on_graph_path = bool(on_graph_path)")),
     "local bound twice": ("assigned twice", bind("lens", f"lens = {FIELD}\nlens = lens.long()")),
     "local bound by a with": (
         "assigned twice",
         bind("lens", f"lens = {FIELD}\nwith torch.no_grad() as lens:\n    pass"),
     ),
-    "names unbound": ("unbound", insert("extra = 1\ndel extra")),
+    "names unbound": ("not supported", insert("extra = 1\ndel extra")),
     "both names taken": ("something else", insert("prefix_lens = track_prefix_lens = 0")),
     "read before the fill": (
         "the inert fill comes after",
         insert(f"count = {FIELD}.shape[0]", before=f"        {MASK_TEST}"),
     ),
     "bound in a block, read outside": (
-        "block of its own",
+        "nested block",
         bind("lens", f"if rows >= 0:\n    lens = {FIELD}", used=False),
     ),
 }

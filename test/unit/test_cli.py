@@ -20,6 +20,7 @@ from inkling_sconv.plugin import advice
 from inkling_sconv.probe import contract
 from inkling_sconv.probe.backend import State
 from inkling_sconv.trees import examine
+from inkling_sconv.trees.tree import find_tree
 from test_fixes import ALL, HARMS
 from test_releases import CLASS, STATES
 from typer.testing import CliRunner, Result
@@ -167,7 +168,7 @@ def test_the_variables_to_set(state, left, named, fixes):
     assert setting == (f"INKLING_SCONV_FIXES={fixes}" if fixes else "")
 
 
-SAFE = "it starts and is safe; for more accepted tokens (docs/fixes.md), "
+SAFE = "it starts and is safe. Optional, for more tokens a step (docs/fixes.md): "
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_the_last_line_of_doctor(monkeypatch, tmp_path, setting, left, variables
 
     # No variable matters for a TREE, and an edit is better than a variable there.
     for tree, text in ((), advised), ((tmp_path,), f"set {setting}" if setting else ""):
-        safe = f"{SAFE}{text}" if text else "nothing: it starts and is safe"
+        safe = f"{SAFE}{text}" if text else "nothing to do: it starts and is safe"
         assert advise("guarded", *tree) == safe
         edit = "inkling-sconv apply --diff T"
         assert advise("crashing", *tree) == (f"{text}, or {edit}" if text and not tree else edit)
@@ -239,8 +240,8 @@ def test_doctor_of_a_wheel(tmp_path):
     assert done.returncode == 1 and done.stderr == "", done.stderr
     assert "state: crashing, run on CPU tensors" in done.stdout
     assert "'NoneType' object has no" in done.stdout and "plugin:" not in done.stdout
-    unpacked = done.stdout.splitlines()[-1].removeprefix("next: inkling-sconv apply --diff ")
-    assert Path(unpacked).is_absolute() and not Path(unpacked).exists()
+    assert done.stdout.splitlines()[-1] == "next: unpack the wheel, and run doctor on the folder"
+    assert f"{CLASS} in {wheel}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(("tree", "fixes"), ((releases.CRASHING, ",".join(ALL)), ("0.5.17", "")))
@@ -268,7 +269,7 @@ def test_doctor_of_the_installed_sglang(tree, fixes, tmp_path):
         ("ModuleNotFoundError: No module named 'msgspec.json'", "pip install msgspec, or"),
         (
             "ImportError: cannot import name 'x' from 'torch' (/a/b)",
-            "pip install torch in the version that this SGLang pins, or",
+            "pip install torch (the version that this SGLang pins), or",
         ),
         ("ImportError: libcuda.so.1: no such file", "inkling-sconv doctor --static"),
     ),
@@ -284,17 +285,37 @@ def test_a_dependency_that_is_missing(error, advised, checkout, monkeypatch):
     assert following.endswith(f"inkling-sconv doctor --static {checkout / 'python'}")
 
 
+def test_the_report_is_of_the_worst_class(checkout, monkeypatch):
+    kept = {"setting": "", "why": "w"}
+    backends = [
+        {"name": "A", "state": "guarded", "rows": [], **kept},
+        {"name": "B", "state": "unknown", "rows": [{"verdict": "broken"}], **kept},
+    ]
+    answer = json.dumps({"bare": ["crashing", "exempt"], "backends": backends})
+    done = subprocess.CompletedProcess([], 0, answer, "")
+    monkeypatch.setattr(examine, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    report = examine.examine_tree(find_tree(checkout), installed=True)
+    found = [report[key] for key in ("backend", "state", "bare", "why")]
+    assert found == ["B", "unknown", "exempt", "w"]
+
+
 def test_a_path_that_is_no_tree(tmp_path):
     wheel = tmp_path / "broken.whl"
     wheel.write_bytes(b"not a zip")
     assert "no such file" in read_error(run("doctor", tmp_path / "nowhere"))
     assert "no SGLang here" in read_error(run("doctor", tmp_path))
-    assert "not a wheel" in read_error(run("doctor", wheel))
+    assert "cannot read the wheel" in read_error(run("doctor", wheel))
+    with zipfile.ZipFile(tmp_path / "absent.whl", "w") as archive:
+        archive.writestr("sglang/srt/__init__.py", "")
+    assert f"{tmp_path}/absent.whl: no file" in read_error(run("doctor", tmp_path / "absent.whl"))
     for command in ("apply", "export", "revert"):
-        assert "a wheel is not edited" in read_error(run(command, wheel))
+        assert "cannot edit a wheel" in read_error(run(command, wheel))
     (tmp_path / "sglang/srt").mkdir(parents=True)
     for command in ("doctor", "doctor --static", "apply", "export", "revert"):
         assert "no Inkling backend" in read_error(run(command, tmp_path))
+    (tmp_path / "sglang/srt/one.py").write_text("def _refresh_track_conv_indices(): ...\n")
+    result = run("doctor --static", tmp_path)
+    assert result.exit_code == 2 and "\nnext: nothing to do: no Inkling backend" in result.stdout
     for name in ("one.py", "two.py"):
         (tmp_path / "sglang/srt" / name).write_bytes(CRASHING)
     assert "in several files" in read_error(run("doctor", tmp_path))
@@ -336,12 +357,12 @@ def test_apply_and_revert(share_process, checkout):
     diff = run("apply --diff", checkout)
     assert diff.exit_code == 0
     check = run("apply --check", checkout)
-    assert check.exit_code == 1 and "would be rewritten" in check.stdout
+    assert check.exit_code == 1 and "needs the edit" in check.stdout
     assert read(checkout) == CRASHING and git(checkout, "status", "--porcelain") == ""
 
     applied = run("apply", checkout)
     assert applied.exit_code == 0 and "state: guarded" in applied.stdout
-    assert applied.stdout.splitlines()[-1] == "next: git diff; commit it; undo: revert"
+    assert applied.stdout.splitlines()[-1].endswith("or undo with inkling-sconv revert")
     assert git(checkout, "status", "--porcelain") == f" M {NAME}\n"
     assert run("doctor", checkout).exit_code == run("apply --check", checkout).exit_code == 0
     text = read(checkout)
@@ -358,7 +379,7 @@ def test_apply_and_revert(share_process, checkout):
 @pytest.mark.parametrize(
     ("code", "reason", "more"),
     (
-        ("self.fork_state.shape", "put back: after the edit it is unknown", "fork_state"),
+        ("self.fork_state.shape", "put back: its state after the edit was unknown", "fork_state"),
         (f"count = lambda: {variants.FIELD}", "an inner function reads", "not touched. By hand: "),
     ),
 )

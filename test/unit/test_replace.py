@@ -100,7 +100,7 @@ def test_refuses(file, obstacle):
     assert file.read_bytes() == OLD and list_names(file) == [file.name]
     os.close(folder)
     # Neither a refusal nor a run keeps the lock.
-    with pytest.raises(ReplaceError, match="changed while"):
+    with pytest.raises(ReplaceError, match="changed meanwhile"):
         replace_file(file, OLD + b"not this", NEW)
     replace_file(file, OLD, NEW)
     assert restore_file(file)

@@ -98,7 +98,7 @@ def test_an_option_moves_no_weight_that_it_does_not_concern(make):
         ("OUT --layers 40", "64 MB"),
         ("OUT --mtp-heads 0", "1 to 8"),
         ("OUT --local-layers 0,4", "0 to 3"),
-        ("OUT --local-layers a", "local-layers"),
+        ("OUT --local-layers a", "'a' is not a list such as 0,2"),
         ("OUT --local-layers 0,1,2,3", "full attention"),
         ("OUT --seed 1.5", "seed"),
         ("OUT --heads 3", "--heads"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run_verify(running: Server) -> verify.Result:
     assert result.passed is (result.error is None)
     assert result.passed or result.error.endswith(f"; log: {running.log}")
     # Strict JSON has no NaN and no Infinity.
-    json.dumps(result.as_dict(), allow_nan=False)
+    json.dumps(asdict(result), allow_nan=False)
     return result
 
 
@@ -225,7 +226,7 @@ def test_a_stream_is_grouped_by_steps(spoil):
 
 def test_a_first_step_that_a_hit_shortens(spoil, monkeypatch):
     running = spoil("healthy")
-    with pytest.raises(ServerError, match="2 tokens came of the prefill"):
+    with pytest.raises(ServerError, match="2 tokens in the first message"):
         equality.compare_first_step_after_hit(running, [[5] * 200])
     # Four inputs after a hit, then the same cold.
     steps = iter([1, 3, 1, 2, 3, 3, 2, 2])
@@ -292,7 +293,7 @@ def test_the_command(command, tmp_path, fault, options, code, shown):
     assert all(text.replace("LOG", f"{tmp_path}/log") in out for text in shown), out
     if options:
         found = json.loads(out, parse_constant=lambda constant: pytest.fail(constant))
-        assert set(found) == set(verify.Result().as_dict())
+        assert set(found) == set(asdict(verify.Result()))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,13 @@ def test_a_newer_release(run, report, title):
     assert shown.exit_code == 1 and title in shown.stdout and answer["body"][:50] in shown.stdout
 
 
+def test_the_title_is_about_a_change(run, monkeypatch):
+    states = iter(("exempt", "crashing", "exempt"))
+    monkeypatch.setattr(watch, "examine_wheel", lambda *_: {"state": next(states)})
+    result = run(Pip("0.5.26", "0.5.25", "0.5.24"), None)
+    assert result.exit_code == 1 and "SGLang 0.5.25 is crashing; 0.5.23 was exempt" in result.stdout
+
+
 @pytest.mark.parametrize(("state", "code"), (("guarded", 0), ("exempt", 1)))
 def test_one_release(run, state, code):
     result = run(Pip(), {"state": state}, "--release", "0.5.18", "--json")

@@ -23,7 +23,7 @@ Readable = Annotated[
 ]
 Editable = Annotated[Path | None, _declare_tree("A checkout, or a folder with sglang in it.")]
 InertFill = Annotated[
-    bool, typer.Option("--inert-fill", help="In an untracked tree, add the inert track fields too.")
+    bool, typer.Option("--inert-fill", help="Also add inert fields; untracked trees need them.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

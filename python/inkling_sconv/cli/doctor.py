@@ -20,14 +20,17 @@ def doctor(
     ] = False,
     as_json: common.AsJson = False,
 ) -> None:
-    """Check a tree's class against the whole contract, on CPU tensors.
+    """Run a tree's class on CPU tensors, and check it against the whole contract.
 
     Exit 0: healthy; 1: needs the fix; 2: could not tell.
 
-    Without TREE, SGLang's plugins are loaded first: the answer is what a server would run.
+    Without TREE, SGLang's plugins are loaded first: the answer is about what a server would run.
     """
     with common.one_line_errors(), open_tree(path) as tree:
         report = _read_tree(tree) if static else _run_tree(tree, installed=path is None)
+    if path is not None and path.suffix == ".whl":
+        # It was unpacked into a folder that is gone by now.
+        report["tree"] = str(path)
     if as_json:
         print(json.dumps(report))
     else:
@@ -36,7 +39,7 @@ def doctor(
 
 
 def _read_tree(tree: Tree) -> dict[str, Any]:
-    """Report what the syntax tree alone tells."""
+    """Report what the syntax tree alone says."""
     from inkling_sconv.codemod.shape import read_shape
 
     state = read_shape(tree.backend.read_bytes()).value
@@ -66,14 +69,14 @@ def _run_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
 
 
 def _advise_environment(report: dict[str, Any]) -> str:
-    """Word what to change in the environment, so that the plugin applies the missing fixes."""
+    """Describe what to change in the environment, so that the plugin applies missing fixes."""
     from inkling_sconv.plugin.settings import list_obstacles
 
     fixes = {row["fix"] for row in report["rows"] if row["verdict"] != "holds"} - {""}
     if not fixes:
         return ""
     setting = report["setting"]
-    # A TREE is examined without plugins, so no variable had a part in the answer.
+    # A TREE is examined without plugins, so variables do not matter.
     obstacles = list_obstacles(fixes, setting) if "plugin" in report else []
     steps = [f"unset {' and '.join(obstacles)}"] if obstacles else []
     steps += [f"set {setting}"] if setting else []
@@ -81,35 +84,37 @@ def _advise_environment(report: dict[str, Any]) -> str:
 
 
 def _advise(report: dict[str, Any]) -> str:
-    """Word what to do next."""
+    """Describe what to do next."""
     state, tree = report["state"], report["tree"]
+    if state == "absent":
+        return "nothing to do: no Inkling backend here, unless your fork renamed its method"
     if report["exit"] == COULD_NOT_TELL:
         static = f"inkling-sconv doctor --static {tree}"
-        missing = re.search(
-            r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'",
-            report.get("why", ""),
-        )
+        pattern = r"No module named '([\w.]+)'|cannot import name .* from '([\w.]+)'"
+        missing = re.search(pattern, report.get("why", ""))
         if not missing:
             return static
         module = (missing[1] or missing[2]).split(".")[0]
-        which = "" if missing[1] else " in the version that this SGLang pins"
-        return f"pip install {module}{which}, or judge without it: {static}"
+        which = "" if missing[1] else " (the version that this SGLang pins)"
+        return f"pip install {module}{which}, or, without importing: {static}"
     advice = _advise_environment(report)
     if report["exit"] == HEALTHY and advice:
-        return f"it starts and is safe; for more accepted tokens (docs/fixes.md), {advice}"
+        return f"it starts and is safe. Optional, for more tokens a step (docs/fixes.md): {advice}"
     if report["exit"] == HEALTHY:
-        return "nothing: it starts and is safe"
+        return "nothing to do: it starts and is safe"
     if state == "crashing":
+        if tree.endswith(".whl"):
+            return "unpack the wheel, and run doctor on the folder"
         apply = f"inkling-sconv apply --diff {tree}"
         return f"{advice}, or {apply}" if advice and "plugin" in report else apply
     if state == "untracked":
         return advice or (
-            "SGLang 0.5.18 or newer, or the plugin, which fixes the runner; apply --inert-fill "
-            "fixes the method's half, not the runner's"
+            "upgrade to SGLang 0.5.18 or newer, or install the plugin, which fixes the runner too; "
+            "apply --inert-fill fixes the method alone"
         )
     if advice:
         return f"{advice} for servers, or cherry-pick the changes named beside the broken rows"
-    return "read the broken rows: apply knows no edit for them"
+    return "read the broken rows; apply cannot fix them"
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -128,7 +133,7 @@ def _print_report(report: dict[str, Any]) -> None:
         Console().print(table)
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:
-            print(f"limits: {limits}, known and harmless to what the server answers")
+            print(f"limits: {limits}, known; the server's answers stay right")
     if "plugin" in report:
         print(f"plugin: {report['plugin']}")
     why = f" ({report['why']})" if "why" in report else ""

@@ -24,7 +24,7 @@ def apply(
         bool, typer.Option("--diff", help="Change nothing; print the edit as a diff.")
     ] = False,
 ) -> None:
-    """Add the guard to the tree's own file, check the result, and put the file back if it fails.
+    """Add the guard to the tree's file, verify it, and put the file back if it does not heal.
 
     Exit 0: healthy, or nothing to do; 1: --check, and it needs the edit; 2: refused or put back.
     """
@@ -40,21 +40,21 @@ def apply(
             # As seen from where ``git apply`` or ``patch -p1`` runs.
             top = tree.root.parent if tree.root.name == "python" else tree.root
             sys.stdout.write(_format_diff(file.relative_to(top), before, after))
-        if check or diff:
-            if check:
-                print(f"{file}: would be rewritten")
-            raise typer.Exit(common.NEEDS_THE_FIX if check else 0)
+        if check:
+            print(f"{file}: needs the edit")
+            raise typer.Exit(common.NEEDS_THE_FIX)
+        if diff:
+            return
         replace_file(file, before, after)
         print(f"{file}: written; checking it ...", flush=True)
         report = examine_tree(tree, installed=False)
         if report["state"] not in ("guarded", "exempt"):
             restore_file(file)
-            seen = report.get("why") or "; ".join(
-                row["seen"] for row in report["rows"] if row["verdict"] == "broken"
-            )
-            common.fail(f"{file}: put back: after the edit it is {report['state']} ({seen})")
+            broken = "; ".join(row["seen"] for row in report["rows"] if row["verdict"] == "broken")
+            why = f"its state after the edit was {report['state']} ({report.get('why', broken)})"
+            common.fail(f"{file}: put back: {why}")
         print(f"state: {report['state']}")
-        print("next: git diff; commit it; undo: revert")
+        print("next: review with git diff and commit, or undo with inkling-sconv revert")
 
 
 def revert(path: common.Editable = None) -> None:
@@ -71,7 +71,7 @@ def export(
     path: common.Editable = None,
     inert_fill: common.InertFill = False,
     branch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Make this branch with the commit instead.")
+        str | None, typer.Option(metavar="NAME", help="Create this branch; print no patch.")
     ] = None,
     base: Annotated[
         str, typer.Option(metavar="COMMIT", help="With --branch: the commit to build on.")
@@ -95,7 +95,7 @@ def export(
             if made is None:
                 common.fail(f"{base}: nothing to export; the guard is there", code=0)
             print(f"branch {branch}: {made}")
-            print(f"next: git cherry-pick {made[:12]}, on any branch that crashes")
+            print(f"next: git cherry-pick {made[:12]}, on any affected branch")
             return
         if commit.has_uncommitted_edits(file):
             common.warn(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
@@ -113,7 +113,7 @@ def export(
 def _open_editable(path: Path | None) -> Tree:
     """Find the tree at ``path``; refuse a wheel."""
     if path is not None and path.suffix == ".whl":
-        raise TreeError(f"{path}: a wheel is not edited; unpack it, and name the folder")
+        raise TreeError(f"{path}: cannot edit a wheel; unpack it and name the folder")
     with open_tree(path) as tree:
         return tree
 

@@ -1,6 +1,7 @@
 """``inkling-sconv verify``."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ def verify(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: what tiny writes."
+            metavar="DIR", help="An Inkling checkpoint with MTP heads. Default: a new tiny one."
         ),
     ] = None,
     log: Annotated[
@@ -22,9 +23,9 @@ def verify(
     timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 600,
     as_json: AsJson = False,
 ) -> None:
-    """On a GPU, start a server with MTP and CUDA graphs, and compare its answers to the bit.
+    """On a GPU, start a server with MTP and CUDA graphs, and check that state reuse is bit-exact.
 
-    Exit 0: all are equal; 1: some differ, or the server failed; 2: this machine cannot tell.
+    Exit 0: all are equal; 1: some differ, or the server failed; 2: this machine cannot run it.
     """
     import signal
     import tempfile
@@ -55,7 +56,7 @@ def verify(
                 model, log, status.update, vocabulary=vocabulary, start_seconds=timeout
             )
     if as_json:
-        print(json.dumps(result.as_dict()))
+        print(json.dumps(asdict(result)))
     else:
         _print_result(result)
     raise typer.Exit(0 if result.passed else 1)
@@ -69,10 +70,10 @@ def _print_result(result: Any) -> None:
         print(f"failed: {result.error}")
         return
     table = Table("compared", "floats", "differ", "largest", "cached tokens")
-    for one in result.comparisons:
-        figures = (one.compared, one.differing, one.largest)
-        cached = " ".join(map(str, one.cached)) or "-"
-        table.add_row(one.name, *map(str, figures), cached)
+    for comparison in result.comparisons:
+        figures = (comparison.compared, comparison.differing, comparison.largest)
+        cached = " ".join(map(str, comparison.cached)) or "-"
+        table.add_row(comparison.name, *map(str, figures), cached)
     Console().print(table)
     print(f"accept length {result.accept_length:.2f}; {result.distinct_tokens} distinct tokens")
     print("passed" if result.passed else f"failed: {result.error}")

@@ -1,1 +1,1 @@
-"""The guard as an edit of a fork's own source, and as a commit. Nothing here imports SGLang."""
+"""Add the guard to a fork's own source, or export it as a commit. Nothing here imports SGLang."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from inkling_sconv.trees import git
 
-# Not "[Fix] ...": git am takes brackets off a subject.
+# Not "[Fix] ...": git am strips brackets off a subject.
 SUBJECT = "Fix Inkling draft-extend capture without prefix lengths"
-# git am needs these, and a user's configuration of git could change them.
+# Pin format options that a user's git configuration could change.
 FORMAT = (
     *("--no-signature", "--no-cover-letter", "--no-attach", "--unified=3"),
     *("--src-prefix=a/", "--dst-prefix=b/"),
@@ -21,12 +21,12 @@ it captures its draft-extend graphs:
       _refresh_track_conv_indices
 
 Cause: the batch of a capture is built directly, not through ForwardBatch.init_new, so its
-extend_prefix_lens is None. Since #34043 the graph path fills inert track fields and goes on, so
-that the checkpoint scatter is recorded, and reaches the read.
+extend_prefix_lens is None. Since #34043 the graph path no longer returns early: it fills inert
+track fields, so that the capture records the checkpoint scatter. It then reads the missing field.
 
-Fix: on the graph path, and only there, zeros stand for missing prefix lengths. No row of such a
-batch is tracked, so they only keep the indices in bounds. A live batch without prefix lengths still
-fails: a made-up prefix would checkpoint the wrong window. The behaviour is that of #35042.
+Fix: on the graph path, and only there, use zeros where prefix lengths are missing. No row of such a
+batch is tracked, so the values only keep the indices in bounds. A live batch without prefix lengths
+still fails: a made-up prefix would checkpoint the wrong window. Same behaviour as #35042.
 
 How to test: `inkling-sconv doctor .` on a machine without a GPU; or start the server with MTP and
 CUDA graphs on.
@@ -43,7 +43,7 @@ def make_mailbox(path: Path, edit: Callable[[bytes], bytes], fallback: Path) -> 
         The patch; None if ``edit`` changes nothing.
 
     Raises:
-        GitError: git is missing, has no author to name, or fails.
+        GitError: git is missing, knows no author (user.name, user.email), or fails.
     """
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         repository = git.find_checkout(path)
@@ -83,7 +83,7 @@ def make_branch(path: Path, edit: Callable[[bytes], bytes], name: str, base: str
             repository, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"
         )
     except git.GitError:
-        # git's own reason does not say which name it means.
+        # git's own message omits the name.
         raise git.GitError(f"{base}: no commit of that name in {repository}") from None
     made = _commit_edit(repository, _name_in_repository(repository, path), parent, edit, {})
     if made is not None:

@@ -1,4 +1,4 @@
-"""Replacing nodes of a syntax tree. Code decides what to replace; this carries it out."""
+"""Replace nodes of a syntax tree."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Add the guard: a local that holds the prefix lengths, and zeros where they are missing.
+"""Add the guard: on the graph path, zeros stand in for missing prefix lengths.
 
 The file is rewritten as a syntax tree, so formatting, comments, names, line endings and encoding
 stay the author's. An edit is refused unless it is known to be safe. Nothing here writes a file.
@@ -30,24 +30,24 @@ def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None =
     Args:
         text: the file.
         inert_fill: in an untracked file, add the inert track fields too.
-        format_as: where the file lies. If ruff is installed and finds ``text`` formatted by the
-            settings that hold there, the result is formatted as well.
+        format_as: the file's path. If ruff is installed and ``text`` is formatted with the ruff
+            settings of that folder, the result is too.
 
     Raises:
-        RefusedError: the edit would not be safe, or would not cure anything.
+        RefusedError: the edit would not be safe, or would have no effect.
     """
     module = shape.parse(text)
     methods = shape.find_methods(module)
-    state = shape.name_shape(methods)
+    state = shape.classify_methods(methods)
     if state in (shape.Shape.GUARDED, shape.Shape.EXEMPT):
         return text
     if state is shape.Shape.ABSENT:
-        what = "defines" if not methods else f"reads BATCH.{names.EXTEND_PREFIX_LENS} in"
-        raise shape.RefusedError(f"no class here {what} {names.REFRESH}")
+        unread = f"{names.REFRESH} reads no BATCH.{names.EXTEND_PREFIX_LENS}"
+        raise shape.RefusedError(unread if methods else f"no class here defines {names.REFRESH}")
     if state is shape.Shape.UNTRACKED and not inert_fill:
         raise shape.RefusedError(
-            f"{names.REFRESH} fills no inert track fields, so the guard alone changes nothing; "
-            "--inert-fill adds them, and the prefill runner still leaves tracking out"
+            f"{names.REFRESH} fills no inert track fields, so the guard alone changes nothing. "
+            "--inert-fill adds them; the prefill runner needs a fix of its own"
         )
     edits: list[Edit] = []
     for method in filter(shape.is_crashing, methods):
@@ -64,16 +64,15 @@ def describe_by_hand(text: bytes) -> str:
         batch, graph = method.batch, method.graph
     except (shape.RefusedError, IndexError):
         batch, graph = "forward_batch", "on_graph_path"
+    field = f"{batch}.{names.EXTEND_PREFIX_LENS}"
     return (
-        f"By hand: in {names.REFRESH}, before the first use of "
-        f"{batch}.{names.EXTEND_PREFIX_LENS} and after the inert fill, bind it to a local; where "
-        f"that local is None and {graph} is true, set it to "
-        f"torch.zeros_like({batch}.{names.TRACK_SEQLENS}); use the local from there on."
+        f"By hand: in {names.REFRESH}, after the inert fill, add `lens = {field}` and `if lens is "
+        f"None and {graph}: lens = torch.zeros_like({batch}.{names.TRACK_SEQLENS})`; then use lens."
     )
 
 
 def _edit_guard(method: shape.RefreshMethod) -> Iterator[Edit]:
-    """Yield the local with the guard after it, and the local for every later load of the field."""
+    """Yield edits: bind the local, add the guard, and use the local for every later load."""
     _check_names(method)
     module, binding = method.module, method.binding
     local = method.local or _choose_unused_name(method)
@@ -81,14 +80,14 @@ def _edit_guard(method: shape.RefreshMethod) -> Iterator[Edit]:
     if binding is not None:
         anchor = method.parents[binding]
         if method.parents[anchor] is not block:
-            method.refuse(anchor, f"{local} is bound in a block of its own")
+            method.refuse(anchor, f"{local} is bound in a nested block")
         if anchor.body[-1] is not binding:  # type: ignore[attr-defined]
-            method.refuse(anchor, f"more follows on its line, where {local} is bound")
+            method.refuse(anchor, f"other statements follow the binding of {local} on its line")
     for fill in method.fills:
         if method.order[fill] >= method.order[anchor]:
             method.refuse(fill, f"the inert fill comes after {names.EXTEND_PREFIX_LENS} is read")
 
-    comment = "# A capture batch has no prefix lengths. None of its rows is tracked: zeros do.\n"
+    comment = "# A capture batch has no prefix lengths and tracks no row, so zeros are safe.\n"
     bind = f"{local} = {method.batch}.{names.EXTEND_PREFIX_LENS}\n"
     zeros = f"{_find_torch_name(module)}.zeros_like({method.batch}.{names.TRACK_SEQLENS})"
     guard = f"if {local} is None and {method.graph}:\n    {local} = {zeros}\n"
@@ -105,24 +104,24 @@ def _edit_guard(method: shape.RefreshMethod) -> Iterator[Edit]:
 
 
 def _check_names(method: shape.RefreshMethod) -> None:
-    """Refuse whatever would make the guard's names mean something else."""
+    """Refuse code that handles missing lengths, or rebinds names that the guard uses."""
     field = names.EXTEND_PREFIX_LENS
     for test in method.none_tests:
-        method.refuse(test, f"a missing {field} is treated here already, another way")
+        method.refuse(test, f"a missing {field} is handled already, another way")
     readers = {node for load in method.loads for node in method.trace_path(load)}
     for node in method.nodes:
         reads = node in readers
         bound = shape.list_bound_names(node)
         if shape.names_field(node) and node not in method.loads:
-            method.refuse(node, f"{field} is read through another name")
+            method.refuse(node, f"{field} is read indirectly")
         if reads and isinstance(node, cst.AssignTarget | cst.AugAssign | cst.Del):
             method.refuse(node, f"{field} of the batch is assigned")
         if method.batch in bound or method.graph in bound:
-            method.refuse(node, f"{' and '.join(bound)} is assigned anew")
+            method.refuse(node, f"{' and '.join(bound)} is reassigned")
         if method.local in bound and node is not method.binding:
             method.refuse(node, f"{method.local} is assigned twice")
         if isinstance(node, cst.Del | cst.Global | cst.Nonlocal):
-            method.refuse(node, "names are unbound or shared here")
+            method.refuse(node, "del, global and nonlocal are not supported here")
         inner = isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef)
         if reads and inner and node is not method.node:
             method.refuse(node, f"an inner function reads {field}")
@@ -152,7 +151,7 @@ def _edit_inert_fill(method: shape.RefreshMethod) -> Iterator[Edit]:
     module, batch, torch = method.module, method.batch, _find_torch_name(method.module)
     returns = (node for node in method.nodes if _is_early_return(node, batch))
     early = _find_only(returns, "early return on no mask")
-    fill = "# A capture has to record the scatter: it gets fields that track nothing.\n"
+    fill = "# Captures must record the scatter: give them inert fields.\n"
     for name in INERT_FIELDS:
         fill += f"{batch}.{name} = {method.host}._inert_{name}[: {batch}.batch_size]\n"
     not_on_graph = cst.UnaryOperation(cst.Not(), cst.Name(method.graph))
@@ -164,9 +163,9 @@ def _edit_inert_fill(method: shape.RefreshMethod) -> Iterator[Edit]:
     allocations = filter(_allocates_indices, shape.walk(method.owner))
     allocation = _find_only(allocations, f"allocation of {names.STATIC_INDICES}")
     host = next(node.value for node in shape.walk(allocation) if isinstance(node, cst.Name))
-    fields = "# Track fields for captures without tracking metadata: graphs only read them.\n"
-    for name, kind in INERT_FIELDS.items():
-        like = f"{host}.{names.STATIC_INDICES}[:, 0]{kind.format(torch=torch)}"
+    fields = "# Inert track fields for captures: graphs only read them.\n"
+    for name, dtype_argument in INERT_FIELDS.items():
+        like = f"{host}.{names.STATIC_INDICES}[:, 0]{dtype_argument.format(torch=torch)}"
         fields += f"{host}._inert_{name} = {torch}.zeros_like({like})\n"
     yield Edit(allocation, allocation, after=_parse_statements(module, fields))
 
@@ -174,7 +173,7 @@ def _edit_inert_fill(method: shape.RefreshMethod) -> Iterator[Edit]:
 def _find_only(nodes: Iterable[cst.CSTNode], what: str) -> cst.CSTNode:
     found = [*nodes]
     if len(found) != 1:
-        raise shape.RefusedError(f"{len(found)} places look like the {what}, not 1")
+        raise shape.RefusedError(f"expected one {what}, found {len(found)}")
     return found[0]
 
 
@@ -199,14 +198,12 @@ def _allocates_indices(node: cst.CSTNode) -> bool:
 
 
 def _find_torch_name(module: cst.Module) -> str:
-    """Find what the module calls torch."""
-    for statement in module.body:
-        if isinstance(statement, cst.SimpleStatementLine):
-            for node in statement.body:
-                if isinstance(node, cst.Import):
-                    for alias in node.names:
-                        if alias.evaluated_name == "torch":
-                            return alias.evaluated_alias or "torch"
+    """Find the name that torch is imported as."""
+    lines = (node for node in module.body if isinstance(node, cst.SimpleStatementLine))
+    imports = (node for line in lines for node in line.body if isinstance(node, cst.Import))
+    for alias in (alias for node in imports for alias in node.names):
+        if alias.evaluated_name == "torch":
+            return alias.evaluated_alias or "torch"
     raise shape.RefusedError("the file does not import torch at its top level")
 
 
@@ -214,7 +211,7 @@ def _parse_statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement,
     """Parse ``code`` with the indentation and the line ends of ``module``."""
     code = code.replace(" " * 4, module.default_indent).replace("\n", module.default_newline)
     parsed = cst.parse_module(code, config=module.config_for_parsing)
-    # A comment on the first line belongs to the header of a module of its own.
+    # The parser puts a leading comment into the module's header.
     first: Any = parsed.body[0]
     first = first.with_changes(leading_lines=[*parsed.header, *first.leading_lines])
     return (first, *parsed.body[1:])

@@ -1,4 +1,4 @@
-"""What the syntax tree of a file tells about its refresh. The file is not run, nor written."""
+"""Classify a refresh from its source. Nothing is executed or written."""
 
 import ast
 import enum
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
-# Neither libcst.matchers nor libcst.metadata: each takes as long to import as libcst itself.
+# libcst.matchers and libcst.metadata would each double the import time.
 import libcst as cst
 
 from inkling_sconv.errors import UserError
@@ -36,17 +36,17 @@ def read_shape(text: bytes) -> Shape:
     Raises:
         RefusedError: the file is not Python, or is nested too deep.
     """
-    return name_shape(find_methods(parse(text)))
+    return classify_methods(find_methods(parse(text)))
 
 
 class RefreshMethod:
-    """One definition of the refresh, what it calls its arguments, and the nodes in it."""
+    """One definition of the refresh: its parameter names, and the nodes in it."""
 
     def __init__(self, module: cst.Module, owner: cst.ClassDef, node: cst.FunctionDef):
         params = (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params)
         names = [param.name.value for param in params]
         if len(names) < 3:
-            raise RefusedError(f"{REFRESH} takes {names}: which one says it is on a graph path?")
+            raise RefusedError(f"{REFRESH} takes {names}; expected a third, the graph-path flag")
         self.module, self.owner, self.node = module, owner, node
         self.host, self.batch = names[:2]
         self.graph = "on_graph_path" if "on_graph_path" in names[2:] else names[2]
@@ -94,7 +94,7 @@ class RefreshMethod:
 
     @cached_property
     def guards(self) -> list[cst.CSTNode]:
-        """Where the prefix lengths are replaced if they are None and this is the graph path."""
+        """Each ``if``, or expression with one, that replaces missing lengths on the graph path."""
         return [
             node
             for node in self.nodes
@@ -104,8 +104,7 @@ class RefreshMethod:
                 isinstance(node, cst.IfExp)
                 or any(self.local in list_bound_names(inner) for inner in walk(node.body))
             )
-            # A guard inside the fill's branch does not count: a second call on the same batch finds
-            # the mask filled, and skips that branch.
+            # Not inside the fill's branch: a second call finds the mask set, and skips the branch.
             and not any(
                 isinstance(outer, cst.If) and any(fill in walk(outer) for fill in self.fills)
                 for outer in self.trace_path(node)
@@ -116,7 +115,7 @@ class RefreshMethod:
         test = node.test
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
             sides = (test.left, test.right)
-            return any(none in sides for none in self.none_tests) and any(
+            return any(missing in sides for missing in self.none_tests) and any(
                 is_name(side, self.graph) for side in sides
             )
         return test in self.none_tests and any(
@@ -177,7 +176,7 @@ def parse(text: bytes) -> cst.Module:
     except (UnicodeDecodeError, LookupError, ValueError) as error:
         raise RefusedError(f"cannot be read as text: {error}") from None
     if module.bytes != text:
-        raise RefusedError("its bytes cannot be reproduced; are its line ends a lone CR?")
+        raise RefusedError("cannot reproduce its bytes; does it have CR-only line ends?")
     return module
 
 
@@ -206,7 +205,7 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def find_methods(module: cst.Module) -> list[RefreshMethod]:
-    """Find every refresh in a top-level class, also in one under an ``if`` or ``try``."""
+    """Find every refresh, including classes under a top-level ``if`` or ``try``."""
     owners = [node for node in module.body if isinstance(node, cst.ClassDef)]
     for compound in module.body:
         if isinstance(compound, cst.If | cst.Try):
@@ -232,7 +231,7 @@ def is_field(node: cst.CSTNode, owner: str, name: str) -> bool:
 
 
 def compares_with_none(node: cst.CSTNode, operators: Any) -> TypeGuard[cst.Comparison]:
-    """Whether ``node`` is ``X is None``, with one of these operators."""
+    """Whether ``node`` compares X with None by one of ``operators``."""
     return (
         isinstance(node, cst.Comparison)
         and len(node.comparisons) == 1
@@ -273,8 +272,8 @@ def is_crashing(method: RefreshMethod) -> bool:
     return bool(method.loads) and not method.guards and not method.is_exempt
 
 
-def name_shape(methods: Sequence[RefreshMethod]) -> Shape:
-    """Name the shape of a file by its definitions of the refresh."""
+def classify_methods(methods: Sequence[RefreshMethod]) -> Shape:
+    """Classify a file by its definitions of the refresh."""
     # An override that only calls its base does what the base does.
     methods = [method for method in methods if method.loads]
     crashing = [method for method in methods if is_crashing(method)]

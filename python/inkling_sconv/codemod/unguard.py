@@ -16,10 +16,10 @@ def remove_guard(text: bytes) -> bytes:
     module = parse(text)
     guards = [(method, guard) for method in find_methods(module) for guard in method.guards]
     if len(guards) != 1:
-        raise RefusedError(f"{len(guards)} guards in {REFRESH}, not 1")
+        raise RefusedError(f"expected one guard in {REFRESH}, found {len(guards)}")
     method, guard = guards[0]
     if not isinstance(guard, cst.If) or method.binding is None or guard.orelse is not None:
-        method.refuse(guard, "this guard is not an `if` on a local of its own")
+        method.refuse(guard, "this guard is not an `if` on its own local")
     field = cst.Attribute(cst.Name(method.batch), cst.Name(EXTEND_PREFIX_LENS))
     assert method.local is not None
     uses = [Edit(node, field) for node in method.nodes if is_name(node, method.local)]

@@ -1,4 +1,4 @@
-"""Copying the registered tests and a workflow into a fork's checkout."""
+"""Copy the registered tests and a workflow into a fork's checkout."""
 
 import contextlib
 from pathlib import Path
@@ -14,7 +14,7 @@ NEXT = f"""\
 next:
   1. Set the repository variable INKLING_SCONV_RUNNER to the label of a runner with one H100-class
      GPU, for example 1-gpu-h100. Until then the GPU job is skipped.
-  2. Where your own CI runs test/registered, let it install the package first:
+  2. If your CI runs test/registered, let it install the package first:
      pip install 'sglang-inkling-sconv[cli]=={__version__}'
   3. git add {TESTS} {WORKFLOW}, and commit."""
 
@@ -30,7 +30,7 @@ def copy_into(path: Path) -> list[Path]:
         The new files.
 
     Raises:
-        CopyError: ``path`` is no checkout, a file exists already, or one cannot be written.
+        CopyError: ``path`` is not a checkout, a file exists already, or one cannot be written.
         TreeError: there is no SGLang at ``path``.
     """
     root = find_tree(path).root
@@ -38,13 +38,11 @@ def copy_into(path: Path) -> list[Path]:
     if root.name != "python":
         raise CopyError(f"{path}: not a checkout of SGLang (no python/sglang/srt); name its folder")
     files = {checkout / name: text for name, text in read_files().items()}
-    # A link to nowhere is in the way, too.
+    # A link to nowhere counts as well.
     exist = [file for file in files if file.exists() or file.is_symlink()]
     if exist:
         names = ", ".join(str(file.relative_to(checkout)) for file in exist)
-        raise CopyError(
-            f"{checkout}: nothing written, for there is {names}; to renew, delete first"
-        )
+        raise CopyError(f"{checkout}: nothing written: {names} exists already; delete it to renew")
     for file in files:
         if not file.parent.resolve().is_relative_to(checkout.resolve()):
             raise CopyError(f"{file.parent}: nothing written: it is a link out of {checkout}")

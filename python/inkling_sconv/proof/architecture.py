@@ -17,7 +17,7 @@ CONTEXT = 32768
 
 
 class OptionError(UserError):
-    """These options give no checkpoint."""
+    """Invalid options: no checkpoint can be made."""
 
 
 def make_config(
@@ -40,7 +40,7 @@ def make_config(
     if not set(range(dense)) - set(local):
         raise OptionError(
             f"local layers {given!r} leave no {'dense ' if moe else ''}layer with full attention; "
-            "the MTP heads need one to follow."
+            "the MTP heads need one to copy."
         )
     return {
         "architectures": ["InklingForConditionalGeneration"],

@@ -17,9 +17,8 @@ output:
   predicts the target's token if its convolution window is right, and almost never if it is wrong.
 
 With two draft steps, the emulator in ``test/unit/test_tiny.py`` measures an accept length of 2.7 of
-3, bonus token included, and of 1.3 with the draft's conv windows zeroed before each step. By
-default SGLang reads those windows only right after a prefix hit. docs/evidence.md has the figures
-of a server.
+3, bonus token included (1.3 with the draft's conv windows zeroed before each step). By default
+SGLang reads those windows only right after a prefix hit. docs/evidence.md has a server's figures.
 """
 
 import argparse
@@ -133,7 +132,7 @@ def write_kl_prompts(
         OSError: the cache cannot be written.
     """
     if prompt_tokens < 2 or samples < 1:
-        raise OptionError("prompts need at least 2 tokens, and at least 1 sample.")
+        raise OptionError("prompts need at least 2 tokens each, and there must be at least 1.")
     if cache is None:
         try:
             cache = Path(importlib.import_module("sglang.test.kl_test_utils").CACHE_DIR)
@@ -162,7 +161,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,2") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

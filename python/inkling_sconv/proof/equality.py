@@ -21,7 +21,7 @@ BATCH = 8
 """Prompts in one request: as many as the server of ``BASE_OPTIONS`` runs at a time."""
 
 FIRST_STEP_TOKENS = 8
-"""Ask for 8 tokens: the surplus of the last step is cut off, so it must not be the first."""
+"""Several steps, since the last one is cut off at the number of tokens asked for."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def compare(
 ) -> Comparison:
     """Compare two lists of float lists, float by float.
 
-    A float without a partner counts as different, and so does a list without one, even an empty
-    list. NaN differs from everything. 0.0 equals -0.0.
+    A float or list without a partner counts as different, even an empty list. NaN differs from
+    everything. 0.0 equals -0.0.
     """
     compared, differences = 0, []
     for mine, theirs in zip_longest(left, right):
@@ -146,7 +146,7 @@ def compare_hit_with_cold(
     both logprobs are compared.
     """
 
-    # One by one: a request has one logprob_start_len, which also bounds the prefix that is reused.
+    # One prompt a request, since its logprob_start_len also limits the prefix that is reused.
     def ask(request: tuple[list[int], int]) -> dict[str, Any]:
         ids, scored_from = request
         return server.generate([ids], new_tokens, scored_from=scored_from)[0]
@@ -200,13 +200,13 @@ def compare_first_step_after_hit(
         The comparison, the mean after a hit, and the mean on an empty cache.
 
     Raises:
-        ServerError: an answer is unusable, or the server sent two steps as one.
+        ServerError: an answer is unusable, or its first message has more than the prefill's token.
     """
 
     def count_first(ids: Sequence[int]) -> float:
         prefill, *steps = server.stream(ids, FIRST_STEP_TOKENS)
-        if len(prefill) != 1 or not steps:
-            raise server.make_error(f"stream: {len(prefill)} tokens came of the prefill, not 1")
+        if len(prefill) != 1:
+            raise server.make_error(f"stream: {len(prefill)} tokens in the first message, not 1")
         return float(len(steps[0]))
 
     cached = [server.generate([ids], 1)[0]["meta_info"]["cached_tokens"] for ids in inputs]
@@ -228,9 +228,9 @@ def _ask_hit_and_cold(
 
 
 def compute_accept_length(answers: Sequence[dict[str, Any]]) -> float:
-    """Tokens per verification step, bonus token included: SGLang's ``spec_accept_length``.
+    """Compute tokens per verification step, bonus token included: ``spec_accept_length``.
 
-    0.0 if the server does not speculate.
+    It is 0.0 if the server does not speculate.
     """
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)

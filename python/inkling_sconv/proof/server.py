@@ -1,4 +1,4 @@
-"""A real ``sglang.launch_server`` for as long as a ``with`` block, and requests to it."""
+"""A real ``sglang.launch_server`` as a context manager, and a client for it."""
 
 import contextlib
 import json
@@ -20,8 +20,8 @@ import requests
 from inkling_sconv.errors import UserError
 
 HOST = "127.0.0.1"
-# Below the ports of outgoing connections (32768 to 60999): a server listens a minute after its port
-# was chosen, and by then one of its own connections may have taken a port of that range.
+# Below the ports of outgoing connections (32768 to 60999), so that none of them takes the port
+# before the server listens.
 PORTS = (20000, 30000)
 # The scheduler needs some of this time to give its CUDA context back.
 GRACE_SECONDS = 30
@@ -35,7 +35,7 @@ MTP_OPTIONS = (
     "--speculative-num-draft-tokens=3",
     "--cuda-graph-backend-prefill=disabled",
 )
-"""Inkling's own MTP heads, two draft steps. SGLang 0.5.17 and 0.5.18 then have no prefill graph."""
+"""Inkling's own MTP heads, two draft steps. The last option turns off prefill graphs."""
 
 BASE_OPTIONS = (
     "--page-size=128",
@@ -52,7 +52,7 @@ BASE_OPTIONS = (
     "--grammar-backend=none",
     "--skip-server-warmup",
 )
-"""A small deterministic server: without determinism, the batch size changes the last bits."""
+"""A small server. Without determinism, the batch size changes the last bits of its answers."""
 
 
 class ServerError(UserError):
@@ -159,15 +159,15 @@ class Server:
             self._signal(signal.SIGKILL, 5)
 
     def _signal(self, number: signal.Signals, seconds: float) -> None:
-        """Send a signal to the group's living processes, and wait for them to end."""
+        """Send a signal to the group's running processes, and wait for them to end."""
         assert self.process is not None
         group = self.process.pid
         deadline = time.monotonic() + seconds
-        if _list_living(group):
+        if _list_running(group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
-        # The leader is reaped last: until then, no other group can get its id.
-        while _list_living(group) and time.monotonic() < deadline:
+        # Reap the leader last: until then, no other group can get its id.
+        while _list_running(group) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.process.poll()
 
@@ -185,7 +185,7 @@ class Server:
         answer = self._request("POST", path, body)
         try:
             return answer.json()
-        # json raises more than JSONDecodeError: for a very long integer, a deeply nested list.
+        # A very long integer or deep nesting raises an error other than JSONDecodeError.
         except (ValueError, RecursionError):
             return answer.text
 
@@ -212,12 +212,12 @@ class Server:
         return answer
 
     def list_processes(self) -> dict[int, str]:
-        """List the command lines of the group's living processes, by process id.
+        """List the command lines of the group's running processes, by process id.
 
-        SGLang's processes set a title in their place, such as ``sglang::scheduler``.
+        SGLang's processes show a title instead, such as ``sglang::scheduler``.
         """
         found = {}
-        for number in _list_living(self.process.pid) if self.process else ():
+        for number in _list_running(self.process.pid) if self.process else ():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{number}/cmdline").read_bytes()
                 found[number] = line.replace(b"\0", b" ").decode(errors="replace").strip()
@@ -268,7 +268,7 @@ class Server:
         return answers
 
     def stream(self, input_ids: Sequence[int], new_tokens: int) -> list[list[int]]:
-        """Generate greedily. Returns the new tokens in the groups the server sent: one a step.
+        """Generate greedily. Returns the new tokens of each message; a server sends one a step.
 
         Raises:
             ServerError: no answer, an error status, or the stream breaks off.
@@ -317,7 +317,7 @@ def _find_fault(answer: Any, new_tokens: int, *, scored: bool) -> str | None:
     for name in ("cached_tokens", "completion_tokens", "spec_verify_ct"):
         count = counts.get(name)
         if type(count) is not int or not 0 <= count < 2**53:
-            return f"{name} is no count"
+            return f"{name} is not a count"
     if scored and not _are_logprobs(meta.get("input_token_logprobs")):
         return "no input_token_logprobs"
     # If ``new_tokens`` is 0, SGLang still samples a token, which callers do not read.
@@ -368,7 +368,7 @@ def find_free_port() -> int:
     raise ServerError(f"no free port among 100 from {PORTS[0]} to {PORTS[1]}")
 
 
-def _list_living(group: int) -> list[int]:
+def _list_running(group: int) -> list[int]:
     """List the ids of a process group's processes that have not ended.
 
     A zombie has ended. In a container whose process 1 reaps nothing, zombies stay.

@@ -9,7 +9,7 @@ from inkling_sconv.proof.architecture import CONTEXT, END_OF_TEXT, VOCABULARY
 
 def make_tokenizer() -> dict[str, Any]:
     """Make ``tokenizer.json``: all text round-trips, all ids decode, some pairs merge."""
-    # Byte-level BPE writes a byte that is not printable as a code point from 256 on.
+    # Byte-level BPE maps unprintable bytes to code points from 256 on.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     alphabet = [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ SUFFIX = 150
 class Result:
     """``passed`` only if every step was reached and every comparison is exact.
 
-    Otherwise ``error`` says why, in one line. ``distinct_tokens`` is that of the least varied
+    Otherwise ``error`` says why, in one line. ``distinct_tokens`` counts those of the least varied
     answer. ``log`` is the path of the server's log.
     """
 
@@ -34,13 +34,9 @@ class Result:
     comparisons: list[equality.Comparison] = field(default_factory=list)
     log: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as plain values for JSON."""
-        return asdict(self)
-
 
 def why_unavailable() -> str | None:
-    """Why no server can run here; None if one can."""
+    """Say why no server can run here; None if one can."""
     for module, name in (("sglang", "SGLang"), ("torch", "torch")):
         if importlib.util.find_spec(module) is None:
             return f"{name} is not installed for this Python"
@@ -80,11 +76,11 @@ def verify(
     *,
     vocabulary: int,
     options: Sequence[str] = (),
-    **server: Any,
+    **server_options: Any,
 ) -> Result:
     """Start a server on ``model`` and compare its answers.
 
-    Whatever the server does wrong is in the result, never raised.
+    A fault of the server is in the result, never raised.
 
     Args:
         model: the checkpoint's directory.
@@ -92,12 +88,14 @@ def verify(
         progress: called with one sentence before each step.
         vocabulary: token ids of prompts are below it.
         options: options of the server, besides those of ``server.py``.
-        server: further arguments of ``Server``.
+        server_options: further arguments of ``Server``.
     """
     result = Result(log=str(log))
     try:
         progress("starting the server and capturing its graphs")
-        with Server(model, (*BASE_OPTIONS, *MTP_OPTIONS, *options), log, **server) as running:
+        with Server(
+            model, (*BASE_OPTIONS, *MTP_OPTIONS, *options), log, **server_options
+        ) as running:
             inputs = equality.draw_prompts(PROMPTS, LENGTHS, vocabulary)
             progress(f"decoding {PROMPTS} x {NEW_TOKENS} tokens, then a cold prefill of them")
             decoded, answers = equality.compare_decode_with_prefill(running, inputs, NEW_TOKENS)

@@ -15,24 +15,22 @@ import torch
 from inkling_sconv.proof.architecture import D_REL, END_OF_TEXT, HIDDEN, INTERMEDIATE, find_carrier
 
 RECALL = 0.6
-"""How far each row of the carrier's MLP points at the embeddings of two tokens. The unit of the
-current token then gives about (0.6 * sqrt(512))^2 = 184, and all other units together about 20. So
-the MLP recalls one vector per token pair, and noise in its input hardly changes its output. At 0,
-the draft would have to compute its input as exactly as the target does."""
+"""Weight of two tokens' embeddings in each row of the carrier's MLP. The unit of the current token
+then gives about (0.6 * sqrt(512))^2 = 184; all other units together give about 20. So the MLP
+recalls one vector per token pair, and noise in its input hardly changes its output."""
 
 CARRIER_ATTENTION = 0.25
-"""Size of the carrier's attention output, as a multiple of what random weights give. It changes
-every logit, and is too weak to change the most probable token often."""
+"""Scale of the carrier's attention output; random weights give 1. The output changes every logit,
+but seldom the most probable token."""
 
 BACKGROUND = 0.1
-"""The same for attention and MLP of the other layers, which the draft does not have. Their sum is
-far above bf16's rounding error, so a wrong state in any of them shows. The target's token still
-follows the carrier in most steps."""
+"""The same for attention and MLP of the other layers, which the draft lacks. Their sum is far above
+bf16's rounding error, so a wrong state in any of them shows. In most steps the carrier still
+decides the token."""
 
 DRAFT_HIDDEN = 0.1
-"""Share of the target's hidden state in a head's input. It is small: the hidden state belongs to
-the last token, and the draft depends on the next one. At zero, a wrong hidden state would not
-show."""
+"""Share of the target's hidden state in a head's input. It is small, because that state belongs to
+the last token and the draft depends on the next one. At 0, a wrong state would not show."""
 
 CONV_TAP = 0.5
 """Standard deviation of a convolution tap: 1/sqrt(fan-in), with a fan-in of four rows."""
@@ -52,18 +50,18 @@ def draw_weights(
     """Yield every tensor of ``shapes`` with its name: bf16, on the CPU."""
     carrier = find_carrier(config["text_config"])
     carrier_prefix = f"model.llm.layers.{carrier}."
-    followed: dict[str, torch.Tensor] = {}
+    drawn: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         if ".transformer_block." in name:
-            tensor = followed[carrier_prefix + name.partition(".transformer_block.")[2]].clone()
+            tensor = drawn[carrier_prefix + name.partition(".transformer_block.")[2]].clone()
         elif name == "model.mtp.chain_norm.weight":
-            tensor = followed["model.llm.norm.weight"].clone()
+            tensor = drawn["model.llm.norm.weight"].clone()
         else:
             tensor = _draw_tensor(name, shape, seed, carrier)
         if name.startswith((carrier_prefix, "model.llm.embed.", "model.llm.norm.")):
-            followed[name] = tensor
+            drawn[name] = tensor
         if name == f"{carrier_prefix}mlp.w13_dn.weight":
-            _point_at_embeddings(tensor, followed["model.llm.embed.weight"])
+            _point_at_embeddings(tensor, drawn["model.llm.embed.weight"])
         yield name, tensor
 
 

@@ -1,4 +1,4 @@
-"""Examining a tree in a process of its own, which imports that tree's SGLang."""
+"""Examine a tree in a separate process, which imports that tree's SGLang."""
 
 import json
 import os
@@ -17,9 +17,9 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     With ``installed``, the process loads SGLang's plugins first, as a server does.
 
     Returns:
-        ``tree``, ``state`` and ``rows`` (the contract's checks). ``why``, if the class could not
-        be run. If it was: ``how``, ``backend`` (the class), ``setting`` (the variables to set) and,
-        if the plugin changed the state, ``bare`` (the state without plugins).
+        ``tree``, ``state``, and ``rows``: the contract's checks. ``why``: the reason, if the state
+        is unknown or absent. If the class was run: ``how``, its name as ``backend``, and the
+        variables to set as ``setting``. ``bare``: the state without plugins, if they changed it.
     """
     report: dict[str, Any] = {"tree": str(tree.root), "rows": []}
     module = ".".join(tree.backend.relative_to(tree.root).with_suffix("").parts)
@@ -43,7 +43,8 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
         return report | {"state": "absent", "why": f"no class defines {REFRESH}"}
     # A subclass is listed only if it overrides the refresh.
     worst = max(answer["backends"], key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
-    if answer["bare"] and answer["bare"][0] != worst["state"]:
-        report["bare"] = answer["bare"][0]
-    kept = {key: worst[key] for key in ("state", "rows", "setting")}
-    return report | kept | {"backend": worst["name"]}
+    bare = dict(zip((b["name"] for b in answer["backends"]), answer["bare"], strict=False))
+    if bare.get(worst["name"], worst["state"]) != worst["state"]:
+        report["bare"] = bare[worst["name"]]
+    keys = ("state", "rows", "setting", *(["why"] if worst["state"] == "unknown" else []))
+    return report | {key: worst[key] for key in keys} | {"backend": worst["name"]}

@@ -8,7 +8,7 @@ from inkling_sconv.errors import UserError
 
 
 class GitError(UserError):
-    """git is missing or fails. The message names the command and gives git's own reason."""
+    """git is not installed or failed. The message has the command and git's own reason."""
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
         raise GitError("git is not installed") from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace")
-        lines = [line for line in said.splitlines() if line.strip()] or ["it says nothing"]
+        lines = [line for line in said.splitlines() if line.strip()] or ["(no message)"]
         # git prints advice before its reason, or after it.
         reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[0])
         if "tell me who you are" in said:

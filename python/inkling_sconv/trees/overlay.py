@@ -1,4 +1,4 @@
-"""A copy of an SGLang tree in which one file has another text. All other files are links."""
+"""A copy of a tree in which one file is replaced; all other files are links."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Replacing a file, all or nothing, and restoring it byte for byte.
+"""Replace a file, all or nothing, and restore it byte for byte.
 
 The backup lies beside the file, or in the git directory of the checkout that tracks the file. It is
 on disk before the file changes: a crash at any point leaves the old file or the new one.
@@ -18,7 +18,7 @@ from inkling_sconv.trees import git
 
 
 class ReplaceError(UserError):
-    """The file was left as it is."""
+    """The file could not be replaced or restored. It is unchanged."""
 
 
 def replace_file(path: Path, before: bytes, after: bytes) -> None:
@@ -32,7 +32,7 @@ def replace_file(path: Path, before: bytes, after: bytes) -> None:
     """
     with _lock_folder(path):
         if path.read_bytes() != before:
-            raise ReplaceError(f"{path}: changed while this was at work; run it again")
+            raise ReplaceError(f"{path}: changed meanwhile; run it again")
         record = json.dumps({"file": path.name, "after": _hash(after)}).encode()
         backup = _find_backup(path)
         backup.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ def restore_file(path: Path) -> bool:
         if now != before:
             if _hash(now) != json.loads(head)["after"]:
                 raise ReplaceError(
-                    f"{path}: edited after apply; left as it is. The text before apply is in "
-                    f"{backup}, after its first line"
+                    f"{path}: edited after apply; left as it is. The original is in {backup}, "
+                    "after its first line"
                 )
             write_file(path, before, like=path)
         _name_temporary(path).unlink(missing_ok=True)
@@ -73,7 +73,7 @@ def restore_file(path: Path) -> bool:
 def _lock_folder(path: Path) -> Iterator[None]:
     """Lock the file's folder, and turn the system's errors into ``ReplaceError``."""
     if path.is_symlink():
-        raise ReplaceError(f"{path}: is a link to {path.resolve()}; name the tree that holds that")
+        raise ReplaceError(f"{path}: is a link to {path.resolve()}; run it on the tree of that")
     try:
         folder = os.open(path.parent, os.O_RDONLY)
         try:

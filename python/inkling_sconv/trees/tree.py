@@ -15,7 +15,7 @@ BACKEND = Path(*BACKEND_MODULE.split(".")).with_suffix(".py")
 
 
 class TreeError(UserError):
-    """There is no SGLang tree, or the command cannot use it."""
+    """No SGLang tree was found, or the command cannot use it."""
 
 
 class AbsentError(TreeError):
@@ -24,7 +24,7 @@ class AbsentError(TreeError):
 
 @dataclass(frozen=True)
 class Tree:
-    """``root`` is the folder that holds the package ``sglang``: what goes on ``PYTHONPATH``."""
+    """``root`` is the folder to put on ``PYTHONPATH``: it holds the package ``sglang``."""
 
     root: Path
 
@@ -53,7 +53,7 @@ class Tree:
 
 
 def find_tree(path: Path | None) -> Tree:
-    """Find the tree at ``path``: a checkout, its ``python`` folder, or what holds ``sglang``.
+    """Find the tree at ``path``: a checkout, a folder with ``sglang`` in it, or ``sglang``.
 
     Without ``path``, it is the SGLang that this Python would import.
 
@@ -87,5 +87,8 @@ def open_tree(path: Path | None) -> Iterator[Tree]:
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(folder)
         except (OSError, zipfile.BadZipFile) as error:
-            raise TreeError(f"{path}: not a wheel that can be read ({error})") from None
-        yield find_tree(Path(folder))
+            raise TreeError(f"{path}: cannot read the wheel ({error})") from None
+        try:
+            yield find_tree(Path(folder))
+        except TreeError as error:
+            raise type(error)(str(error).replace(folder, str(path))) from None

@@ -1,4 +1,4 @@
-"""Looking for newer SGLang releases, and at what each does in its refresh.
+"""Find new SGLang releases, and classify each.
 
 Only pip uses the network, with the index, proxies and certificates it is configured for.
 """
@@ -48,10 +48,9 @@ class WatchError(UserError):
 
 @dataclass(frozen=True)
 class Release:
-    """A release: its ``state`` as found, and as ``known`` from the table.
+    """A release. It is ``new`` if its ``state`` differs from what is ``known`` from the table.
 
-    ``why`` says why it could not be run; ``static`` is then the state by its syntax tree. It is
-    ``new`` if the table lacks it, or has another state for it.
+    ``why``: why its class could not be run. ``static``: then the state by its syntax tree.
     """
 
     version: str
@@ -77,7 +76,7 @@ def look_for_releases(
 ) -> Answer:
     """Examine every release newer than those in the table, or only ``release``.
 
-    ``read_state`` is asked about a release whose class cannot be run.
+    ``read_state`` is used if a release's class cannot be run, or is unknown.
 
     Raises:
         WatchError: the index does not answer, or there is no such release.
@@ -91,26 +90,26 @@ def look_for_releases(
     else:
         done = _run_pip("index", "versions", PACKAGE, "--pre", seconds=INDEX_SECONDS)
         if done.returncode:
-            raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; ask pip by hand")
+            raise WatchError(f"pip index versions {PACKAGE}: {_find_reason(done)}; run pip by hand")
         found = read_versions(done.stdout)
         versions = sorted(version for version in found if version > Version(newest_known))
         if not versions:
             body = f"The newest that pip finds is {max(found)}."
             return Answer(False, f"No SGLang is newer than {newest_known}", body, ())
     releases = tuple(_examine_release(v, read_state, report_progress) for v in versions)
-    last, new = releases[-1], any(release.new for release in releases)
-    if last.known is None:
-        table = f"{newest_known} was {KNOWN[newest_known]}"
-    else:
-        table = f"the table says {last.known}"
-    title = f"SGLang {last.version} is {last.state}; {table}"
+    new = any(release.new for release in releases)
+    # If any differ from what was known, the title is about the newest of them.
+    changed = [r for r in releases if r.state != (r.known or KNOWN[newest_known])]
+    last = (changed or releases)[-1]
+    table = "the table says" if last.known else f"{newest_known} was"
+    title = f"SGLang {last.version} is {last.state}; {table} {last.known or KNOWN[newest_known]}"
     return Answer(new, title, _format_body(releases, new), releases)
 
 
 def read_versions(answer: str) -> list[Version]:
     """Read the versions in what ``pip index versions`` prints.
 
-    Old names that are no versions by today's rules are left out.
+    Names that are not versions by PEP 440 are left out.
 
     Raises:
         WatchError: it prints no version.
@@ -132,17 +131,14 @@ def examine_wheel(wheel: Path, read_state: ReadState) -> dict[str, Any]:
     """Examine a wheel.
 
     Returns:
-        ``state``; ``why``, if it is absent or unknown; ``static``, the state by its syntax tree, if
-        the class is there but could not be run.
+        ``state``; ``why``, if it is absent or unknown; ``static``, if unknown: by its syntax tree.
     """
     with open_tree(wheel) as tree:
         try:
             report = examine_tree(tree, installed=False)
             if report["state"] != "unknown":
                 return report
-            broken = [row["seen"] for row in report["rows"] if row["verdict"] == "broken"]
-            static = read_state(tree.backend.read_bytes())
-            return {"why": "; ".join(broken), **report, "static": static}
+            return {**report, "static": read_state(tree.backend.read_bytes())}
         except UserError as error:
             state = "absent" if isinstance(error, AbsentError) else "unknown"
             return {"state": state, "why": str(error).removeprefix(f"{tree.root}: ")}
@@ -163,9 +159,7 @@ def _examine_release(
                     f"{requirement}: pip finds no such release for this Python; "
                     f"see: pip index versions {PACKAGE} --pre"
                 )
-            raise WatchError(
-                f"{requirement}: not downloaded ({_find_reason(done)}); try again later"
-            )
+            raise WatchError(f"{requirement}: not downloaded ({_find_reason(done)}); try later")
         report_progress(f"{requirement}: running its class")
         report = examine_wheel(wheels[0], read_state)
     state, known = report["state"], KNOWN.get(str(version))
@@ -178,7 +172,7 @@ def _format_body(releases: Sequence[Release], new: bool) -> str:
     for release in releases:
         notes = []
         if release.why:
-            # The wheel chose these words. In a code span they cannot be markup.
+            # The wheel's own words: untrusted. In a code span they cannot be markup.
             notes.append("`" + release.why.replace("`", "'").replace("|", "/") + "`")
         if release.static:
             notes.append(f"from the syntax tree alone: {release.static}")

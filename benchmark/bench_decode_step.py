@@ -227,11 +227,14 @@ def list_kernel_changes(base: Profile, other: Profile) -> list[tuple[str, str, f
 
 def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     """Measure every contender, print, write what is asked for, and return the exit code."""
+    import torch
+
     environments = {name: make_contender_environment(name) for name in options.contenders}
-    machine = {"GPU": _name_gpu(), "Python": platform.python_version()}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    machine = {"GPU": gpu, "Python": platform.python_version()}
     machine |= {name: version(name) for name in ("sglang", "torch", "triton")}
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    console.print(f"logs and traces: {options.log_dir}")
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    console.print(f"{about}\nlogs and traces: {options.log_dir}")
     start = time.monotonic()
 
     def say(what: str) -> None:
@@ -279,12 +282,6 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     for name in failed:
         console.print(f"failed: {name}: {contenders[name]['error']}", highlight=False)
     return 1 if failed or differing else 0
-
-
-def _name_gpu() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -341,11 +338,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.default_int_handler)
         return run(options, Console(width=None if sys.stdout.isatty() else 220))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"bench_decode_step: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"bench_decode_step: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench_decode_step: interrupted", file=sys.stderr)

@@ -212,12 +212,6 @@ def list_refresh(title: str, measured: dict[str, dict[str, Any]]) -> Iterator[st
     yield from make_table((title, *(f"{count} rows" for count in measured)), rows)
 
 
-def list_compilations(record: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What 200 new batch sizes compile."""
-    for name, one in record["first"].items():
-        yield name, str(one["compilations"]), f"{one['seconds']:.1f}"
-
-
 def list_soak(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What a load left behind, from the record of test_inkling_soak.py."""
     ends, rescored, killed = seen["ends"], seen["rescored"], seen["killed"]
@@ -386,7 +380,9 @@ def make_page() -> Iterator[str]:
             for measure in ("graph", "host"):
                 yield from list_refresh(f"{measure}, us", refresh["measures"][measure])
             yield "What 200 new batch sizes compile:\n"
-            yield from make_table(("", "compilations", "seconds"), list_compilations(refresh))
+            first = refresh["first"].items()
+            rows = ((n, str(one["compilations"]), f"{one['seconds']:.1f}") for n, one in first)
+            yield from make_table(("", "compilations", "seconds"), rows)
         # A record without `killed` is one of a load that failed.
         if (soak := load(release, "soak")).get("killed"):
             yield SOAK.format(release=release)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_server
+import kernel_tools
 import pytest
 import releases
 from inkling_sconv.proof import server
@@ -77,6 +78,11 @@ def drive(trees: Callable[[str], Tree], tmp_path: Path) -> Callable[..., dict[st
         return trees(name).play(scenario, mode, None if text is None else tmp_path, **variables)
 
     return _drive
+
+
+@pytest.fixture(scope="module", params=kernel_tools.DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
 import bench_decode_step
@@ -15,16 +16,14 @@ from decode_trace import DRAFT, OTHER, OUTSIDE, VERIFY, TraceError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inkling_sconv.proof import server, verify
-from releases import ROOT
 from rich.console import Console
 
-PLACE = ROOT / "trace.json"
 STEPS = 20
 FAULTS = {"other-token": "output_ids/0=1"}
 
 
 def profile(events: list[dict[str, Any]], batch: int = 1) -> decode_trace.Profile:
-    return decode_trace.profile_steps(events, batch, PLACE)
+    return decode_trace.profile_steps(events, batch, Path("trace.json"))
 
 
 # ------------------------------------------------------------------------------------- the trace

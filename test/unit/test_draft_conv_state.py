@@ -28,11 +28,6 @@ def assert_formula(function: Callable[..., None], step: Step, device: str = "cpu
     assert torch.equal(got, want), (step, (got != want).nonzero().tolist())
 
 
-@pytest.fixture(scope="module", params=kernel_tools.DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def ops(device: str, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     folder = tmp_path_factory.mktemp("ops")

@@ -128,11 +128,6 @@ def assert_right(ops: ModuleType, step: Step, device: str) -> None:
     assert run(ops.track_conv_indices, step, device) == want
 
 
-@pytest.fixture(scope="module", params=kernel_tools.DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def ops(device: str, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     folder = tmp_path_factory.mktemp("ops")

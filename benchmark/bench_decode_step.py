@@ -104,14 +104,9 @@ def collect_answers(server: Server, vocabulary: int) -> dict[str, list[list[floa
     return {
         "tokens per decode step": steps,
         "output tokens": [answer["output_ids"] for answer in (*cold, *hits)],
-        "logprobs": [_read_logprobs(answer) for answer in (*cold, *hits)],
+        "logprobs": [equality.read_logprobs(answer, "output") for answer in (*cold, *hits)]
+        + [equality.read_logprobs(answer, "input") for answer in hits],
     }
-
-
-def _read_logprobs(answer: dict[str, Any]) -> list[float]:
-    meta = answer["meta_info"]
-    scored = [*(meta.get("input_token_logprobs") or ())[1:], *meta["output_token_logprobs"]]
-    return [float("nan") if logprob is None else logprob for logprob, *_ in scored]
 
 
 def record_profile(server: Server, vocabulary: int, batch: int, folder: Path) -> Profile:

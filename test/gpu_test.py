@@ -68,9 +68,9 @@ def make_log_folder() -> Path:
     return logs
 
 
-def make_environment(*folders: Path) -> dict[str, str]:
-    """Variables with which servers import from ``folders`` and this checkout first."""
-    paths = (*map(str, folders), str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
+def make_environment() -> dict[str, str]:
+    """Variables with which servers import from this checkout first."""
+    paths = (str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -127,8 +127,8 @@ def rescore_answers(
         batch = unique[start : start + BATCH]
         again = server.generate(batch, 0, scored_from=0)
         _check_cold(server, again)
-        cold |= {text: _read_logprobs(one, "input") for text, one in zip(batch, again, strict=True)}
-    decoded = [_read_logprobs(answer, "output") for answer in answers]
+        cold |= {text: read_logprobs(one, "input") for text, one in zip(batch, again, strict=True)}
+    decoded = [read_logprobs(answer, "output") for answer in answers]
     scored = [cold[text][-len(mine) :] for text, mine in zip(texts, decoded, strict=True)]
     return compare(name, decoded, scored, detail=f"{len(answers)} answers, {len(cold)} texts")
 
@@ -155,7 +155,7 @@ def compare_hit_with_cold(
     hits, cold = _ask_hit_and_cold(server, ask, requests)
     _check_cold(server, cold)
     left, right = (
-        [_read_logprobs(answer, "input") + _read_logprobs(answer, "output") for answer in answers]
+        [read_logprobs(answer, "input") + read_logprobs(answer, "output") for answer in answers]
         for answers in (hits, cold)
     )
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
@@ -249,7 +249,8 @@ def _check_cold(server: Server, answers: Sequence[dict[str, Any]]) -> None:
         raise server.make_error(what)
 
 
-def _read_logprobs(answer: dict[str, Any], side: str) -> list[float]:
+def read_logprobs(answer: dict[str, Any], side: str) -> list[float]:
+    """Read the logprobs of ``side``, ``input`` or ``output``, from an answer to ``/generate``."""
     scored = [entry[0] for entry in answer["meta_info"][f"{side}_token_logprobs"]]
     # The first token of a prompt has no logprob. Any other None stands for NaN.
     if side == "input" and scored[0] is None:

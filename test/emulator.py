@@ -137,7 +137,10 @@ class Model:
             for i in range(self.config["num_hidden_layers"])
         ]
         self.heads = [
-            self._block(f"model.mtp.layers.{i}.transformer_block.", None)
+            self._block(
+                f"model.mtp.layers.{i}.transformer_block.",
+                self.config["mtp_local_extent"] if i in self.config["mtp_local_layer_ids"] else None,
+            )
             for i in range(self.config["num_nextn_predict_layers"])
         ]
 

@@ -40,7 +40,7 @@ from inkling_sconv.proof.tokenizer import make_tokenizer, make_tokenizer_config
 from inkling_sconv.proof.weights import draw_weights, make_generator
 from inkling_sconv.trees.replacement import write_file
 
-MAX_BYTES = 64_000_000
+MAX_BYTES = 80_000_000
 """Upper bound of a checkpoint's size in bytes: it is copied to GPU machines and CI caches."""
 
 
@@ -58,7 +58,8 @@ def write_checkpoint(
     Args:
         out: the directory. It is made with its parents, and may exist if it is empty.
         layers: number of decoder layers, each of hidden size 512, bf16.
-        mtp_heads: number of MTP heads, each a dense block with full attention.
+        mtp_heads: number of MTP heads, each a dense block. The last one has full attention, the
+            others a window of 1024 tokens.
         local_layers: ids of the layers with a sliding window of 512 tokens. The other layers have
             full attention.
         moe: give the last layer 8 routed experts (2 per token) and a shared one.

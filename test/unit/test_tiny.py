@@ -139,6 +139,7 @@ def test_any_options_are_refused_or_followed(layers, mtp_heads, local_layers, mo
     text = config["text_config"]
     assert text["num_hidden_layers"] == layers
     assert text["num_nextn_predict_layers"] == mtp_heads
+    assert text["mtp_local_layer_ids"] == list(range(mtp_heads - 1))
     assert text["local_layer_ids"] == sorted(local_layers)
     assert text["dense_mlp_idx"] == layers - moe
     assert weights.find_carrier(text) not in local_layers
@@ -257,6 +258,8 @@ def test_the_emulator_agrees_with_transformers(make, model):
     config.vision_config.hidden_size = 16
     config.vision_config.patch_size = 4
     config.vision_config.text_hidden_size = config.audio_config.text_hidden_size = HIDDEN
+    # It gives heads with a window the target's window. 60 tokens fit into either.
+    config.text_config.mtp_local_layer_ids = []
     theirs = transformers.InklingForConditionalGeneration.from_pretrained(
         make(), config=config, dtype=torch.bfloat16, attn_implementation="eager"
     )

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,15 @@ def spoil(one_server) -> Callable[[str], Server]:
     return spoil
 
 
-def run_verify(running: Server) -> verify.Result:
+def run_verify(running: Server, **options: Any) -> verify.Result:
     """What ``verify`` finds on a server, which may be running already."""
     steps: list[str] = []
     context = contextlib.nullcontext(running) if running.process else running
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "Server", lambda *_, **__: context)
-        result = verify.verify(Path(), running.log, steps.append, vocabulary=fake_server.VOCABULARY)
+        result = verify.verify(
+            Path(), running.log, steps.append, vocabulary=fake_server.VOCABULARY, **options
+        )
     assert steps and result.log == str(running.log) and running.log.is_file()
     assert result.passed is (result.error is None)
     assert result.passed or result.error.endswith(f"; log: {running.log}")
@@ -66,19 +68,65 @@ def run_verify(running: Server) -> verify.Result:
 def test_a_healthy_server_passes(start):
     result = run_verify(start())
     assert result.passed, result
-    decoded, hit = result.comparisons
+    decoded, hit, prefilled = result.comparisons
     assert (decoded.compared, decoded.differing, decoded.largest) == (FLOATS, 0, 0.0)
     # 149 scored tokens of the suffix and 32 more, six times.
-    assert (hit.compared, hit.differing) == (6 * 181, 0)
+    assert (hit.compared, hit.differing) == (prefilled.compared, prefilled.differing) == (1086, 0)
     assert hit.cached == tuple((n + 300) // 128 * 128 for n in verify.LENGTHS)
+    assert prefilled.cached == tuple(n // 128 * 128 for n in verify.PREFIX_LENGTHS)
+    assert 0 < result.start_seconds < result.seconds and result.heads == 2
     assert result.accept_length == 2.0 and result.distinct_tokens > 100
+
+
+def test_a_server_without_speculation_passes_if_that_was_asked_for(spoil):
+    result = run_verify(spoil("does-not-speculate"), heads=0)
+    assert result.passed and result.accept_length == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "left_out"),
+    (
+        ({}, ("--speculative-num-steps=2", "--speculative-num-draft-tokens=3"), "lazy"),
+        ({"heads": 8}, ("--speculative-num-steps=8", "--speculative-num-draft-tokens=9"), "lazy"),
+        ({"lazy": True}, ("--mamba-radix-cache-strategy=extra_buffer_lazy",), "backend-prefill"),
+        ({"heads": 0, "options": ("--x",)}, ("--x",), "speculative"),
+    ),
+)
+def test_the_server_gets_what_was_asked_for(monkeypatch, tmp_path, options, given, left_out):
+    seen: list[str] = []
+
+    def start(model: Path, arguments: Sequence[str], log: Path) -> Any:
+        seen.extend(arguments)
+        raise ServerError("enough")
+
+    monkeypatch.setattr(verify, "Server", start)
+    result = verify.verify(Path(), tmp_path / "log", print, vocabulary=9, **options)
+    assert result.error == "enough" and {*given} <= {*seen}
+    assert not [argument for argument in seen if left_out in argument]
+    # argparse takes the last of several.
+    assert not options.get("lazy") or seen[-1] == given[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    (
+        ("backend=full, num_tokens=[256, 1024], avail mem=9.99 GB", "full (256, 1024 tokens)"),
+        ("backend=Backend.BREAKABLE, num_tokens=[256], avail", "breakable (256 tokens)"),
+        ("failed", "none"),
+    ),
+)
+def test_the_prefill_graph_is_read_from_the_log(tmp_path, line, shown):
+    log = tmp_path / "log"
+    log.write_text(f"[x] Capture target prefill CUDA graph begin. {line}\nCapture draft prefill\n")
+    assert server.find_prefill_graph(log) == shown
 
 
 def test_one_ulp_is_one_differing_float(spoil):
     result = run_verify(spoil("one-ulp"))
-    decoded, hit = result.comparisons
+    decoded, *hits = result.comparisons
     assert "logprobs differ" in result.error
-    assert (decoded.compared, decoded.differing) == (FLOATS, 1) and hit.exact
+    assert (decoded.compared, decoded.differing) == (FLOATS, 1)
+    assert len(hits) == 2 and all(hit.exact for hit in hits)
     prompt = equality.draw_prompts(6, verify.LENGTHS, fake_server.VOCABULARY)[-1]
     last = fake_server.score(fake_server.extend(prompt, 300))[-1]
     assert decoded.largest == math.ulp(math.nextafter(last, 0)) > 0
@@ -86,9 +134,10 @@ def test_one_ulp_is_one_differing_float(spoil):
 
 def test_a_hit_that_changes_logprobs_fails(spoil):
     result = run_verify(spoil("stale"))
-    decoded, hit = result.comparisons
+    decoded, *hits = result.comparisons
     # The fake changes only what a cached request generates.
-    assert "logprobs differ" in result.error and decoded.exact and hit.differing == 6 * 32
+    assert "logprobs differ" in result.error and decoded.exact
+    assert [hit.differing for hit in hits] == [6 * 32] * 2
 
 
 # SGLang's JSON writer sends null for what is no number, Python's NaN.

@@ -20,7 +20,7 @@ Reply = TypeVar("Reply")
 BATCH = 8
 """Prompts in one request: as many as the server of ``BASE_OPTIONS`` runs at a time."""
 
-FIRST_STEP_TOKENS = 8
+FIRST_STEP_TOKENS = 24
 """Several steps, since the last one is cut off at the number of tokens asked for."""
 
 

@@ -25,17 +25,10 @@ HOST = "127.0.0.1"
 PORTS = (20000, 30000)
 # The scheduler needs some of this time to give its CUDA context back.
 GRACE_SECONDS = 30
-_EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
-
-MTP_OPTIONS = (
-    "--speculative-algorithm=EAGLE",
-    "--enable-multi-layer-eagle",
-    "--speculative-num-steps=2",
-    "--speculative-eagle-topk=1",
-    "--speculative-num-draft-tokens=3",
-    "--cuda-graph-backend-prefill=disabled",
+_PREFILL_GRAPH = re.compile(
+    r"Capture target prefill CUDA graph begin\. backend=(?:\w+\.)?(\w+), num_tokens=\[([\d, ]+)\]"
 )
-"""Inkling's own MTP heads, two draft steps. The last option turns off prefill graphs."""
+_EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 
 BASE_OPTIONS = (
     "--page-size=128",
@@ -51,8 +44,29 @@ BASE_OPTIONS = (
     "--max-mamba-cache-size=512",
     "--grammar-backend=none",
     "--skip-server-warmup",
+    # Every further size takes 12 s to compile. Longer prefills run without a graph.
+    "--cuda-graph-bs-prefill",
+    "256",
+    "1024",
 )
 """A small server. Without determinism, the batch size changes the last bits of its answers."""
+
+LAZY_OPTION = "--mamba-radix-cache-strategy=extra_buffer_lazy"
+"""A request has its second checkpoint slot near boundaries only."""
+
+TINY_OPTIONS = ("--skip-tokenizer-init",)
+"""For the tiny checkpoint: SGLang 0.5.23 refuses every tokenizer but that of the released ones."""
+
+
+def list_mtp_options(heads: int) -> tuple[str, ...]:
+    """List the options for ``heads`` of Inkling's own MTP heads, each a draft step."""
+    return (
+        "--speculative-algorithm=EAGLE",
+        "--enable-multi-layer-eagle",
+        f"--speculative-num-steps={heads}",
+        "--speculative-eagle-topk=1",
+        f"--speculative-num-draft-tokens={heads + 1}",
+    )
 
 
 class ServerError(UserError):
@@ -352,6 +366,12 @@ def find_last_exception(log: Path) -> str | None:
         return None
     found = [match[1] for line in lines if (match := _EXCEPTION.match(line.strip()))]
     return found[-1] if found else None
+
+
+def find_prefill_graph(log: Path) -> str:
+    """Find the backend and the sizes of the prefill graphs that a server captured, or ``none``."""
+    found = _PREFILL_GRAPH.search(log.read_text(errors="replace"))
+    return f"{found[1].lower()} ({found[2]} tokens)" if found else "none"
 
 
 def find_free_port() -> int:

@@ -1,7 +1,8 @@
-"""Start one real server with MTP and CUDA graphs, and check that its state reuse is exact."""
+"""Start one real server with CUDA graphs, and check that its state reuse is exact."""
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +10,20 @@ from typing import Any
 
 from inkling_sconv.errors import UserError
 from inkling_sconv.proof import equality
-from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
+from inkling_sconv.proof.server import (
+    BASE_OPTIONS,
+    LAZY_OPTION,
+    Server,
+    ServerError,
+    find_prefill_graph,
+    list_mtp_options,
+)
 
 PROMPTS = 6
 LENGTHS = (100, 128, 333, 700, 1025, 1400)
 """Lengths of the prompts in tokens: below, on, and several times the checkpoint distance of 128."""
+PREFIX_LENGTHS = (130, 256, 400, 700, 1000, 1500)
+"""Lengths of the prompts that are only prefilled: up to, and beyond, the largest prefill graph."""
 NEW_TOKENS = 300
 SUFFIX = 150
 """Tokens that are put on a cached prefix."""
@@ -23,12 +33,17 @@ SUFFIX = 150
 class Result:
     """``passed`` only if every step was reached and every comparison is exact.
 
-    Otherwise ``error`` says why, in one line. ``distinct_tokens`` counts those of the least varied
-    answer. ``log`` is the path of the server's log.
+    Otherwise ``error`` says why, in one line. ``heads`` is 0 without speculation; ``prefill_graph``
+    is what the server captured. ``distinct_tokens`` counts those of the least varied answer.
+    ``log`` is the path of the server's log.
     """
 
     passed: bool = False
     error: str | None = None
+    heads: int = 0
+    prefill_graph: str = "none"
+    start_seconds: float = 0.0
+    seconds: float = 0.0
     accept_length: float = 0.0
     distinct_tokens: int = 0
     comparisons: list[equality.Comparison] = field(default_factory=list)
@@ -75,6 +90,8 @@ def verify(
     progress: Callable[[str], None],
     *,
     vocabulary: int,
+    heads: int = 2,
+    lazy: bool = False,
     options: Sequence[str] = (),
     **server_options: Any,
 ) -> Result:
@@ -87,15 +104,21 @@ def verify(
         log: the file that receives the server's output.
         progress: called with one sentence before each step.
         vocabulary: token ids of prompts are below it.
-        options: options of the server, besides those of ``server.py``.
+        heads: MTP heads to serve with, each a draft step; 0 for no speculation.
+        lazy: give a request its second checkpoint slot near boundaries only.
+        options: further options of the server.
         server_options: further arguments of ``Server``.
     """
-    result = Result(log=str(log))
+    result = Result(log=str(log), heads=heads)
+    given = [*BASE_OPTIONS, *(list_mtp_options(heads) if heads else ()), *options]
+    if lazy:
+        given.append(LAZY_OPTION)
+    start = time.monotonic()
     try:
         progress("starting the server and capturing its graphs")
-        with Server(
-            model, (*BASE_OPTIONS, *MTP_OPTIONS, *options), log, **server_options
-        ) as running:
+        with Server(model, given, log, **server_options) as running:
+            result.start_seconds = round(time.monotonic() - start, 1)
+            result.prefill_graph = find_prefill_graph(log)
             inputs = equality.draw_prompts(PROMPTS, LENGTHS, vocabulary)
             progress(f"decoding {PROMPTS} x {NEW_TOKENS} tokens, then a cold prefill of them")
             decoded, answers = equality.compare_decode_with_prefill(running, inputs, NEW_TOKENS)
@@ -112,13 +135,27 @@ def verify(
                     running, "suffix on a decode-made prefix", prefixes, suffixes, 32
                 )
             )
+
+            progress("prefilling prompts, then a suffix on each, then the same on an empty cache")
+            prefixes = equality.draw_prompts(PROMPTS, PREFIX_LENGTHS, vocabulary, seed=2)
+            running.flush()
+            # One by one: together they are longer than the largest prefill graph.
+            for prefix in prefixes:
+                running.generate([prefix], 0)
+            result.comparisons.append(
+                equality.compare_hit_with_cold(
+                    running, "suffix on a prefill-made prefix", prefixes, suffixes, 32
+                )
+            )
     except ServerError as error:
         result.error = str(error)
         return result
-    hits = result.comparisons[-1].cached
+    finally:
+        result.seconds = round(time.monotonic() - start, 1)
+    hits = [cached for comparison in result.comparisons[1:] for cached in comparison.cached]
     if not all(hits):
         result.error = f"the prefix cache was not hit: {hits} tokens reused; log: {log}"
-    elif not result.accept_length:
+    elif heads and not result.accept_length:
         result.error = f"the server did not speculate; log: {log}"
     elif not all(comparison.exact for comparison in result.comparisons):
         result.error = f"logprobs differ; log: {log}"

@@ -3,23 +3,13 @@
 Each contender gets servers of its own on the tiny Inkling with MTP and CUDA graphs. SGLang's own
 ``/start_profile`` (the torch profiler) records decode steps. A step has parts: the graph that
 verifies, the draft-extend graph, other graphs, and launches outside graphs. The tiny server is
-bound by its host, so this times kernels, not answers.
-
-A contender is one of
-
-stock         the installed SGLang, plugin off
-default       the installed SGLang with the plugin and nothing set
-guard         the crashing fork after ``inkling-sconv apply``, plugin off
-exempt        the crashing fork with the plugin, no fix
-inert         the same with ``INKLING_SCONV_DRAFT_EXTEND=inert``
-[fast+]FIXES  the installed SGLang with these fixes, such as ``fast+draft-checkpoint,draft-window``
-
-The crashing fork is made of the installed SGLang: as it was between #34043 and #35042.
+bound by its host, so this times kernels, not answers. ``contenders.py`` says what can be compared.
 
 Every contender's output tokens and logprobs, on an empty cache and after a prefix hit, are compared
-with the first contender's to the bit; so are the tokens per decode step on an empty cache.
+with those of the first contender with as many heads, to the bit; so are the tokens per decode step
+on an empty cache.
 
-    python benchmark/bench_decode_step.py stock default --json out.json
+    python benchmark/bench_decode_step.py stock default --heads 2 8 --json out.json
 
 Exit 0: everything was measured, and nothing differs; 1: something differs, or a server failed; 2:
 this machine cannot run it.
@@ -27,62 +17,34 @@ this machine cannot run it.
 
 import argparse
 import json
-import os
-import platform
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test/registered/inkling"))
-
+import contenders
 from decode_trace import PARTS, Profile, TraceError, profile_steps, read_events
-from inkling_sconv.errors import UserError
-from inkling_sconv.plugin import settings
-from inkling_sconv.plugin.fixes import FIXES
 from inkling_sconv.proof import checkpoint, equality, verify
-from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS, Server, ServerError
+from inkling_sconv.proof.server import (
+    BASE_OPTIONS,
+    TINY_OPTIONS,
+    Server,
+    ServerError,
+    list_mtp_options,
+)
 from inkling_sconv.trees.replacement import write_file
 from rich.console import Console
 from rich.table import Table
 from summary import format_summary, summarize
 
-STOCK, DEFAULT, GUARD, EXEMPT, INERT = "stock", "default", "guard", "exempt", "inert"
-NAMES = (STOCK, DEFAULT, GUARD, EXEMPT, INERT)
-FIX_NAMES = [fix.name for fix in FIXES]
 SUFFIX_TOKENS = 96
 PROFILED_STEPS = 30
+NO_PREFILL_GRAPH = "--cuda-graph-backend-prefill=disabled"
 # More than the profiled steps can give if every draft is accepted: the trace is whole by then.
 PROFILED_TOKENS = 200
-
-
-def make_contender_environment(name: str) -> dict[str, str]:
-    """The variables with which a server is the contender ``name``; its fork is made if need be.
-
-    Raises:
-        UserError: no crashing fork can be made of the installed SGLang.
-    """
-    if name == STOCK:
-        return {"INKLING_SCONV": "off"}
-    if name == DEFAULT:
-        return {}
-    if name not in NAMES:
-        mode, plus, fixes = name.rpartition("+")
-        return {"INKLING_SCONV": mode if plus else "auto", "INKLING_SCONV_FIXES": fixes}
-    import harness
-
-    crashing = harness.make_crashing_fork()
-    if name == GUARD:
-        applied = harness.make_applied_tree(crashing)
-        return harness.make_environment(applied, INKLING_SCONV="off")
-    form = "inert" if name == INERT else "exempt"
-    variables = {"INKLING_SCONV_FIXES": "none", "INKLING_SCONV_DRAFT_EXTEND": form}
-    return harness.make_environment(crashing, **variables)
 
 
 def collect_answers(server: Server, vocabulary: int) -> dict[str, list[list[float]]]:
@@ -154,54 +116,22 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     }
 
 
-def measure(
-    name: str,
-    environment: dict[str, str],
-    model: Path,
-    options: argparse.Namespace,
-    say: Callable[[str], None],
-    **server: Any,
-) -> tuple[dict[str, Any], dict[str, list[list[float]]], dict[int, Profile]]:
-    """Start servers of contender ``name``: its record, its answers, and a profile a batch size.
-
-    Never raises for what the server does: the record's ``error`` has it.
-    """
-    found: dict[str, Any] = {"batches": {}, "error": None}
-    answers: dict[str, list[list[float]]] = {}
-    profiles: dict[int, Profile] = {}
-    vocabulary = verify.read_vocabulary_size(model)
-    stem = name.replace("+", "-").replace(",", "-")
-    everything = (*BASE_OPTIONS, *MTP_OPTIONS)
-    try:
-        # A server a batch size: SGLang 0.5.17 can crash when it is profiled a second time.
-        for batch in options.batches:
-            log = options.log_dir / f"server-{stem}-{batch}.log"
-            start = time.perf_counter()
-            with Server(model, everything, log, environment=environment, **server) as running:
-                found.setdefault("start-up, s", round(time.perf_counter() - start, 1))
-                say(f"{name}: comparing answers")
-                answers = answers or collect_answers(running, vocabulary)
-                say(f"{name}: profiling {PROFILED_STEPS} decode steps of {batch} requests")
-                folder = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
-                profiles[batch] = record_profile(running, vocabulary, batch, Path(folder))
-                found["batches"][str(batch)] = summarize_profile(profiles[batch])
-    except (ServerError, TraceError) as error:
-        found["error"] = str(error)
-        say(f"{name}: failed: {error}")
-    return found, answers, profiles
+def label(name: str, heads: int) -> str:
+    """A contender as records name it."""
+    return f"{name}, {heads} heads"
 
 
-def make_table(contenders: dict[str, Any], batches: Sequence[int]) -> Table:
+def make_table(measured: dict[str, Any], batches: Sequence[int]) -> Table:
     """Launches and GPU microseconds per decode step, contender by contender."""
     table = Table(title="per decode step: median (half the distance of the quartiles)")
-    for heading in ("requests", "part", "figure", *contenders):
+    for heading in ("requests", "part", "figure", *measured):
         table.add_column(heading)
     for batch in map(str, batches):
         for part in ("step", *PARTS):
             for figure, places in (("launches", 0), ("us", 1)):
                 cells = [
                     one["batches"].get(batch, {figure: {}})[figure].get(part)
-                    for one in contenders.values()
+                    for one in measured.values()
                 ]
                 if any(cells):
                     shown = (format_summary(cell, places) if cell else "-" for cell in cells)
@@ -222,12 +152,8 @@ def list_kernel_changes(base: Profile, other: Profile) -> list[tuple[str, str, f
 
 def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     """Measure every contender, print, write what is asked for, and return the exit code."""
-    import torch
-
-    environments = {name: make_contender_environment(name) for name in options.contenders}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    machine = {"GPU": gpu, "Python": platform.python_version()}
-    machine |= {name: version(name) for name in ("sglang", "torch", "triton")}
+    environments = {name: contenders.make_environment(name) for name in options.contenders}
+    machine = contenders.describe_machine()
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     console.print(f"{about}\nlogs and traces: {options.log_dir}")
     start = time.monotonic()
@@ -235,36 +161,53 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     def say(what: str) -> None:
         console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False)
 
-    report: dict[str, Any] = {
-        "machine": machine,
-        "contenders": {},
-        "kernel changes": [],
-        "comparisons": [],
-    }
-    base: dict[str, list[list[float]]] = {}
-    base_profiles: dict[int, Profile] = {}
+    keys = [(name, heads) for heads in options.heads for name in environments]
+    measured = {label(*key): {"batches": {}, "error": None} for key in keys}
+    answers: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
+    profiles: dict[tuple[str, int, int], Profile] = {}
+    report: dict[str, Any] = {"machine": machine, "contenders": measured}
     with tempfile.TemporaryDirectory(prefix="bench_decode_step_") as folder:
-        model = Path(folder) / "tiny"
-        checkpoint.write_checkpoint(model)
-        for name, environment in environments.items():
-            say(f"{name}: starting a server")
-            found, answers, profiles = measure(name, environment, model, options, say, **server)
-            report["contenders"][name] = found
-            report["comparisons"] += [
-                asdict(equality.compare(f"{name}: {what}", base[what], answers[what]))
-                for what in (answers if base else {})
-            ]
-            report["kernel changes"] += [
-                [name, batch, *change]
-                for batch in {*profiles} & {*base_profiles}
-                for change in list_kernel_changes(base_profiles[batch], profiles[batch])
-            ]
-            base, base_profiles = base or answers, base_profiles or profiles
-            # After each server, so that an interrupted run keeps what it has.
+        models = {heads: Path(folder) / str(heads) for heads in options.heads}
+        for heads, model in models.items():
+            checkpoint.write_checkpoint(model, mtp_heads=heads)
+        # Servers of their own for each batch size: SGLang 0.5.17 can crash when it is profiled a
+        # second time.
+        for batch in options.batches:
+            servers = {}
+            for name, heads in keys:
+                stem = name.replace("+", "-").replace(",", "-")
+                servers[name, heads] = Server(
+                    models[heads],
+                    (*BASE_OPTIONS, *TINY_OPTIONS, *list_mtp_options(heads), NO_PREFILL_GRAPH),
+                    options.log_dir / f"server-{stem}-{heads}-{batch}.log",
+                    environment=environments[name],
+                    **server,
+                )
+            say(f"starting {len(servers)} servers for {batch} requests")
+            with contenders.start_servers(servers) as failures:
+                for key, running in servers.items():
+                    found = measured[label(*key)]
+                    try:
+                        if (failure := failures[key]) is not None:
+                            raise failure
+                        vocabulary = verify.read_vocabulary_size(models[key[1]])
+                        if key not in answers:
+                            say(f"{label(*key)}: comparing answers")
+                            answers[key] = collect_answers(running, vocabulary)
+                        say(f"{label(*key)}: profiling {PROFILED_STEPS} steps of {batch} requests")
+                        traces = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
+                        profile = record_profile(running, vocabulary, batch, Path(traces))
+                        profiles[(*key, batch)] = profile
+                        found["batches"][str(batch)] = summarize_profile(profile)
+                    except (ServerError, TraceError) as error:
+                        found["error"] = str(error)
+                        say(f"{label(*key)}: failed: {error}")
+            report["comparisons"] = compare_answers(answers)
+            report["kernel changes"] = compare_kernels(profiles)
+            # After each round, so that an interrupted run keeps what it has.
             if options.json:
                 write_file(options.json, json.dumps(report).encode())
-    contenders = report["contenders"]
-    console.print(make_table(contenders, options.batches))
+    console.print(make_table(measured, options.batches))
     for name, batch, part, kernel, more in report["kernel changes"]:
         console.print(f"{name}, {batch} requests, {part}: {more:+.2f} {kernel}", highlight=False)
     differing = [one for one in report["comparisons"] if one["differing"] or not one["compared"]]
@@ -272,73 +215,54 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
         console.print(f"differs: {one['name']}: {one['differing']} of {one['compared']}")
     if report["comparisons"] and not differing:
         compared = sum(one["compared"] for one in report["comparisons"])
-        console.print(f"0 of {compared} values differ from {next(iter(contenders))}")
-    failed = [name for name, one in contenders.items() if one["error"]]
+        console.print(f"0 of {compared} values differ from {options.contenders[0]}")
+    failed = [name for name, one in measured.items() if one["error"]]
     for name in failed:
-        console.print(f"failed: {name}: {contenders[name]['error']}", highlight=False)
+        console.print(f"failed: {name}: {measured[name]['error']}", highlight=False)
     return 1 if failed or differing else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"bench_decode_step: {message}\n")
+def compare_answers(
+    answers: dict[tuple[str, int], dict[str, list[list[float]]]],
+) -> list[dict[str, Any]]:
+    """Compare every contender's answers with those of the first with as many heads."""
+    found, bases = [], {}
+    for (name, heads), mine in answers.items():
+        if heads not in bases:
+            bases[heads] = mine
+            continue
+        found += [
+            asdict(
+                equality.compare(f"{label(name, heads)}: {what}", bases[heads][what], mine[what])
+            )
+            for what in mine
+        ]
+    return found
 
 
-def _parse_contender(text: str) -> str:
-    fixes = text.removeprefix("fast+").split(",")
-    if text not in NAMES and not set(fixes) <= {*FIX_NAMES}:
-        valid = f"{', '.join(NAMES)}, or fixes: {', '.join(FIX_NAMES)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {valid}")
-    return text
-
-
-def _parse_batch(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= 8):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests from 1 to 8")
-    return int(text)
+def compare_kernels(profiles: dict[tuple[str, int, int], Profile]) -> list[list[Any]]:
+    """Compare every contender's kernels with those of the first with as many heads."""
+    found, bases = [], {}
+    for (name, heads, batch), profile in profiles.items():
+        base = bases.setdefault((heads, batch), profile)
+        if profile is not base:
+            changes = list_kernel_changes(base, profile)
+            found += [[label(name, heads), batch, *change] for change in changes]
+    return found
 
 
 def parse_arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     """The options; a wrong one ends the process with one line and exit 2."""
-    parser = _Parser(
-        prog="bench_decode_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = contenders.Parser("bench_decode_step", __doc__)
+    parser.add_argument(
+        "--batches", type=contenders.parse_count, nargs="+", default=[1, 8], metavar="N"
     )
-    parser.add_argument("contenders", nargs="+", type=_parse_contender, metavar="CONTENDER")
-    parser.add_argument("--batches", type=_parse_batch, nargs="+", default=[1, 8], metavar="N")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write summaries there")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
-    options = parser.parse_args(command_line)
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: no such folder")
-    return options
+    return parser.parse(command_line)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run, as the command line says. An error of the user's is one line and exit 2."""
-    options = parse_arguments(command_line)
-    # A contender gets its own variables and no others.
-    for name in [name for name in os.environ if name.startswith("INKLING_SCONV")]:
-        del os.environ[name]
-    try:
-        if (reason := verify.why_unavailable()) is not None:
-            raise UserError(reason)
-        if not (settings.is_installed() and settings.is_allowed()):
-            raise UserError("SGLang would not load the plugin: python -m inkling_sconv says why")
-        options.log_dir = (options.log_dir or Path(tempfile.mkdtemp())).resolve()
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        # As Ctrl-C does it: the server is ended on the way out.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, signal.default_int_handler)
-        return run(options, Console(width=None if sys.stdout.isatty() else 220))
-    except (UserError, OSError) as error:
-        print(f"bench_decode_step: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench_decode_step: interrupted", file=sys.stderr)
-        return 130
+    """Run, as the command line says."""
+    return contenders.run_as_script("bench_decode_step", parse_arguments(command_line), run)
 
 
 if __name__ == "__main__":

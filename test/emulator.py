@@ -139,7 +139,9 @@ class Model:
         self.heads = [
             self._block(
                 f"model.mtp.layers.{i}.transformer_block.",
-                self.config["mtp_local_extent"] if i in self.config["mtp_local_layer_ids"] else None,
+                self.config["mtp_local_extent"]
+                if i in self.config["mtp_local_layer_ids"]
+                else None,
             )
             for i in range(self.config["num_nextn_predict_layers"])
         ]

@@ -319,13 +319,13 @@ def check_wrong_fixes() -> dict[str, str]:
 
 def check_server_options() -> dict[str, Any]:
     """What the tree's own parser says of the options that our servers start with."""
-    from inkling_sconv.proof.server import BASE_OPTIONS, MTP_OPTIONS
+    from inkling_sconv.proof.server import BASE_OPTIONS, TINY_OPTIONS, list_mtp_options
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        parser.parse_args(["--model-path=x", *BASE_OPTIONS, *MTP_OPTIONS])
+        parser.parse_args(["--model-path=x", *BASE_OPTIONS, *TINY_OPTIONS, *list_mtp_options(8)])
         return {"refused": None}
     return {"refused": said.getvalue()}
 

@@ -3,10 +3,12 @@
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_decode_step
+import contenders
 import decode_trace
 import fake_server
 import fake_trace
@@ -122,14 +124,14 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(server, "GRACE_SECONDS", 1)
     monkeypatch.setattr(verify, "read_vocabulary_size", lambda _: fake_server.VOCABULARY)
     monkeypatch.setattr(
-        bench_decode_step,
-        "make_contender_environment",
+        contenders,
+        "make_environment",
         lambda name: {"FAKE_SERVER": FAULTS.get(name, name)},
     )
 
-    def run(*contenders: str) -> tuple[int, dict[str, Any]]:
+    def run(*names: str, heads: Sequence[int] = (2,)) -> tuple[int, dict[str, Any]]:
         options = bench_decode_step.parse_arguments(["stock", "--json", str(tmp_path / "out.json")])
-        options.contenders, options.log_dir = contenders, tmp_path
+        options.contenders, options.log_dir, options.heads = names, tmp_path, heads
         code = bench_decode_step.run(options, Console(width=200), command=fake_server.COMMAND)
         return code, json.loads((tmp_path / "out.json").read_text())
 
@@ -137,14 +139,14 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_alike(bench, capsys):
-    code, report = bench("healthy", "tracks-nothing")
+    code, report = bench("healthy", "tracks-nothing", heads=[2, 8])
     assert code == 0
-    one, other = report["contenders"].values()
+    one, other, *eight = report["contenders"].values()
+    assert len(eight) == 2
     for batch in ("1", "8"):
         assert one["batches"][batch]["launches"]["step"]["median"] == 8
         assert other["batches"][batch]["launches"]["step"]["median"] == 7
         assert set(one["batches"][batch]["us"]) == {"step", VERIFY, DRAFT, OUTSIDE}
-    assert one["start-up, s"] > 0
     assert all(c["compared"] > 0 and c["differing"] == 0 for c in report["comparisons"])
     printed = capsys.readouterr().out
     assert "draft-extend: -1.00 gather_scatter_kernel" in printed
@@ -162,16 +164,16 @@ def test_alike(bench, capsys):
 def test_a_difference_is_named(bench, capsys, fault, what):
     code, _ = bench("healthy", fault)
     assert code == 1
-    assert f"differs: {fault}: {what}: " in capsys.readouterr().out
+    assert f"differs: {fault}, 2 heads: {what}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", ("crashes", "never-hits", "writes-no-trace", "cuts-the-trace"))
 def test_a_server_that_fails_leaves_the_others_measured(bench, capsys, fault):
     code, report = bench(fault, "healthy")
     assert code == 1
-    assert report["contenders"][fault]["error"]
-    assert report["contenders"]["healthy"]["batches"]["8"]
-    assert f"failed: {fault}: " in capsys.readouterr().out
+    assert report["contenders"][f"{fault}, 2 heads"]["error"]
+    assert report["contenders"]["healthy, 2 heads"]["batches"]["8"]
+    assert f"failed: {fault}, 2 heads: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,7 @@ def test_a_server_that_fails_leaves_the_others_measured(bench, capsys, fault):
         (("banana",), "'banana' is not one of stock, default"),
         (("fast+draft-window,",), "'fast+draft-window,' is not one of"),
         (("stock", "--batches", "9"), "from 1 to 8"),
+        (("stock", "--heads", "0"), "from 1 to 8"),
         (("stock", "--json", "/nowhere/x"), "no such folder"),
     ),
 )
@@ -199,7 +202,7 @@ def test_without_a_gpu(capsys, monkeypatch):
 
 
 def test_fixes_are_contenders():
-    make = bench_decode_step.make_contender_environment
+    make = contenders.make_environment
     assert make("stock") == {"INKLING_SCONV": "off"}
     assert make("fast+draft-window") == {
         "INKLING_SCONV": "fast",

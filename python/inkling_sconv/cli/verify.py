@@ -21,9 +21,7 @@ def verify(
         Path, typer.Option(metavar="FILE", help="Write the server's log to this file.")
     ] = Path("inkling-sconv-server.log"),
     timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 600,
-    heads: Annotated[
-        int, typer.Option(min=1, max=8, help="Serve with this many MTP heads.")
-    ] = 2,
+    heads: Annotated[int, typer.Option(min=1, max=8, help="Serve with this many MTP heads.")] = 2,
     lazy: Annotated[
         bool, typer.Option("--lazy", help="Serve with the radix strategy extra_buffer_lazy.")
     ] = False,
@@ -55,7 +53,8 @@ def verify(
             signal.signal(number, signal.default_int_handler)
     from rich.console import Console
 
-    console, options = Console(stderr=True), ()
+    console = Console(stderr=True)
+    options: tuple[str, ...] = ()
     with one_line_errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
             from inkling_sconv.proof.checkpoint import write_checkpoint

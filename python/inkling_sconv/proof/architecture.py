@@ -82,8 +82,8 @@ def make_config(
             "model_max_length": CONTEXT,
             "num_nextn_predict_layers": mtp_heads,
             "chain_hidden_post_norm": True,
-            # As in released checkpoints. SGLang 0.5.21 gives heads without a band no KV pool, except
-            # the first.
+            # As in released checkpoints. Of heads without a window, SGLang 0.5.21 gives a KV pool
+            # to the first one only.
             "mtp_local_layer_ids": [*range(mtp_heads - 1)],
             "mtp_local_extent": REL_EXTENT,
         },

@@ -21,7 +21,7 @@ from inkling_sconv.codemod.unguard import remove_guard
 from inkling_sconv.names import PLUGIN_GROUP
 from inkling_sconv.plugin.fixes import FIXES
 from inkling_sconv.proof.checkpoint import write_checkpoint
-from inkling_sconv.proof.server import BASE_OPTIONS, Server
+from inkling_sconv.proof.server import BASE_OPTIONS, TINY_OPTIONS, Server
 from inkling_sconv.trees.overlay import overlay_tree
 from inkling_sconv.trees.tree import Tree, find_tree
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -32,6 +32,8 @@ register_cuda_ci(
 )
 
 LOGS = Path(os.environ.get("INKLING_SCONV_LOGS", tempfile.gettempdir()))
+
+CRASHING_TREE = "INKLING_SCONV_CRASHING_TREE"
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = unittest.skipUnless(HAS_GPU, "needs a GPU")
@@ -51,9 +53,13 @@ def needs_harm(*fixes: str) -> Any:
 
 
 def needs_crashing_fork(case: Any) -> Any:
-    """Skip where no crashing fork can be made of the installed SGLang."""
-    reason = "draft-extend is exempt in this SGLang"
-    return needs_gpu(unittest.skipIf(HAS_GPU and _is_exempt(), reason)(case))
+    """Skip where no crashing fork is given, and none can be made of the installed SGLang."""
+    reason = (
+        "without its exemption and its guard this SGLang's refresh would still not crash: "
+        f"{CRASHING_TREE} can name a tree that does"
+    )
+    missing = HAS_GPU and CRASHING_TREE not in os.environ and _is_exempt()
+    return needs_gpu(unittest.skipIf(missing, reason)(case))
 
 
 @functools.cache
@@ -66,16 +72,22 @@ def make_folder() -> Path:
 
 
 @functools.cache
-def make_checkpoint() -> Path:
-    """The tiny Inkling, written once per process."""
+def make_checkpoint(heads: int = 2) -> Path:
+    """The tiny Inkling with ``heads`` MTP heads, written once per process."""
     folder = make_folder() / "tiny"
-    write_checkpoint(folder)
+    write_checkpoint(folder, mtp_heads=heads)
     return folder
 
 
 @functools.cache
 def make_crashing_fork() -> Path:
-    """The installed SGLang as it was between #34043 and #35042: inert fill, no guard."""
+    """A tree of between #34043 and #35042, with the inert fill and without the guard.
+
+    ``INKLING_SCONV_CRASHING_TREE`` names it, a checkout of SGLang. Otherwise it is made of the
+    installed SGLang.
+    """
+    if given := os.environ.get(CRASHING_TREE):
+        return find_tree(Path(given)).root
     tree = find_tree(None)
     text = remove_guard(add_guard(tree.backend.read_bytes(), inert_fill=True))
     return overlay_tree(tree, text, make_folder() / "tree").root
@@ -114,9 +126,10 @@ def make_environment(*folders: Path, **variables: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
-def make_server(name: str, environment: dict[str, str], *options: str) -> Server:
+def make_server(name: str, environment: dict[str, str], *options: str, heads: int = 2) -> Server:
     log = LOGS / f"server-{name}.log"
-    return Server(make_checkpoint(), (*BASE_OPTIONS, *options), log, environment=environment)
+    options = (*BASE_OPTIONS, *TINY_OPTIONS, *options)
+    return Server(make_checkpoint(heads), options, log, environment=environment)
 
 
 def has_fix(server: Server, fix: str) -> bool:
@@ -145,6 +158,7 @@ class OneServer:
 
     kind: str
     name: str
+    heads = 2
     options: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     """``NAME=value`` of each."""
@@ -157,7 +171,8 @@ class OneServer:
     def setUpClass(cls) -> None:
         cls.figures: dict[str, Any] = {}
         cls.addClassCleanup(lambda: record(f"{cls.kind}-{cls.name}", **cls.figures))
-        cls.server = make_server(cls.name, cls.make_environment(), *cls.options)
+        environment = cls.make_environment()
+        cls.server = make_server(cls.name, environment, *cls.options, heads=cls.heads)
         cls.addClassCleanup(cls.server.stop)
         cls.server.__enter__()
 

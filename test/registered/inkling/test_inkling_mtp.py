@@ -18,7 +18,13 @@ import harness
 import server_plugins
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.architecture import VOCABULARY
-from inkling_sconv.proof.server import MTP_OPTIONS, Server, ServerError
+from inkling_sconv.proof.server import (
+    LAZY_OPTION,
+    Server,
+    ServerError,
+    find_prefill_graph,
+    list_mtp_options,
+)
 from inkling_sconv.proof.verify import LENGTHS, NEW_TOKENS, PROMPTS, SUFFIX
 from sglang.test.ci.ci_register import register_cuda_ci
 from torch import Tensor
@@ -32,7 +38,7 @@ DRAFT_FIXES = ("draft-checkpoint", "draft-window")
 
 
 def make_server(name: str, environment: dict[str, str]) -> Server:
-    return harness.make_server(name, environment, *MTP_OPTIONS)
+    return harness.make_server(name, environment, *list_mtp_options(2))
 
 
 def make_fork_environment(*plugins: Path, **variables: str) -> dict[str, str]:
@@ -65,11 +71,16 @@ def compare_first_step(server: Server) -> tuple[equality.Comparison, float, floa
     return equality.compare_first_step_after_hit(server, inputs)
 
 
-def compare_prefill_made_hit(server: Server, lengths: tuple[int, ...]) -> equality.Comparison:
-    prefixes = equality.draw_prompts(PROMPTS, lengths, VOCABULARY, seed=2)
+def compare_prefill_made_hit(server: Server) -> equality.Comparison:
+    """Hits on prefixes that were prefilled four at once, in one graph, and one by one."""
+    at_once = equality.draw_prompts(4, (130, 200, 256, 300), VOCABULARY, seed=2)
+    alone = equality.draw_prompts(4, (256, 700, 1100, 2000), VOCABULARY, seed=10)
     server.flush()
-    server.generate(prefixes, 0)
-    suffixes = draw_suffixes(seed=3)
+    server.generate(at_once, 0)
+    for prefix in alone:
+        server.generate([prefix], 0)
+    prefixes = [*at_once, *alone]
+    suffixes = equality.draw_prompts(len(prefixes), [SUFFIX], VOCABULARY, seed=3)
     return equality.compare_hit_with_cold(server, "prefill-made hit", prefixes, suffixes, 64)
 
 
@@ -89,7 +100,7 @@ class MtpIsExact(harness.OneServer):
     """Tests of one server: everything is equal, float by float."""
 
     kind = "mtp"
-    options = MTP_OPTIONS
+    options = list_mtp_options(2)
     keeps_draft_checkpoints = False
     """If they are lost, the draft starts from another window after a hit than on a cold run."""
 
@@ -99,6 +110,7 @@ class MtpIsExact(harness.OneServer):
         # Fixes may be on by default, or by a variable of whoever runs this.
         has_fixes = all(harness.has_fix(cls.server, fix) for fix in DRAFT_FIXES)
         cls.keeps_draft_checkpoints |= has_fixes
+        cls.figures["prefill graph"] = find_prefill_graph(cls.server.log)
         cls.inputs = draw_inputs()
 
     def check(self, comparison: equality.Comparison, cached: bool = True) -> None:
@@ -123,7 +135,7 @@ class MtpIsExact(harness.OneServer):
         self.check(equality.compare_hit_with_cold(self.server, name, prefixes, suffixes, 64))
 
     def test_prefill_made_hit_equals_cold(self) -> None:
-        self.check(compare_prefill_made_hit(self.server, (256, 300, 700, 1100, 1537, 2000)))
+        self.check(compare_prefill_made_hit(self.server))
 
     def test_branches_of_a_conversation_equal_cold(self) -> None:
         turns = equality.extend_by_decoding(self.server, self.inputs, NEW_TOKENS)[2:4]
@@ -142,7 +154,8 @@ class MtpIsExact(harness.OneServer):
 
     def test_every_size_was_captured(self) -> None:
         log = self.server.log.read_text(errors="replace")
-        sizes = re.findall(r"target verify CUDA graph begin.*?bs=\[([0-9, ]+)\]", log)
+        # Newer releases name the sizes at the end.
+        sizes = re.findall(r"target verify CUDA graph (?:begin|end)\. .*?bs=\[([0-9, ]+)\]", log)
         self.figures["captured"] = sizes
         self.assertEqual(sizes[:1], [", ".join(map(str, range(1, 9)))])
         self.assertRegex(log, r"draft[ _]extend.*end")
@@ -151,7 +164,7 @@ class MtpIsExact(harness.OneServer):
         comparison = compare_steps(self.server)
         self.figures[comparison.name] = comparison
         self.assertIn("6 of 6 outputs the same", comparison.detail)
-        if self.keeps_draft_checkpoints:
+        if self.keeps_draft_checkpoints and self.heads == 2:
             self.assertTrue(comparison.exact, comparison)
 
     def test_first_step_after_a_hit(self) -> None:
@@ -160,8 +173,7 @@ class MtpIsExact(harness.OneServer):
         self.assertEqual({*comparison.cached}, {CHECKPOINT})
         if self.keeps_draft_checkpoints:
             # A head after the first may have kept a token that was not verified yet.
-            self.assertLessEqual(comparison.differing, len(comparison.cached) // 8, comparison)
-            self.assertGreater(hit, cold - 0.15, comparison)
+            self.assertGreater(hit, 0.9 * cold, comparison)
 
     def test_sglang_s_own_kl_helpers(self) -> None:
         from sglang.test import kl_test_utils as kl
@@ -211,6 +223,13 @@ class TestCrashingForkWithPlugin(MtpIsExact, unittest.TestCase):
 
 
 @harness.needs_crashing_fork
+class TestCrashingForkEightHeads(TestCrashingForkWithPlugin):
+    name = "plugin-eight-heads"
+    heads = 8
+    options = list_mtp_options(8)
+
+
+@harness.needs_crashing_fork
 class TestCrashingForkApplied(MtpIsExact, unittest.TestCase):
     name = "applied"
 
@@ -228,11 +247,20 @@ class TestInstalled(MtpIsExact, unittest.TestCase):
 
 
 @harness.needs_gpu
+class TestEightHeads(MtpIsExact, unittest.TestCase):
+    """Like ``TestInstalled``, with as many heads as released checkpoints have."""
+
+    name = "eight-heads"
+    heads = 8
+    options = list_mtp_options(8)
+
+
+@harness.needs_gpu
 class TestLazy(MtpIsExact, unittest.TestCase):
     """Like ``TestInstalled``; a request has its second checkpoint slot near boundaries only."""
 
     name = "lazy"
-    options = (*MTP_OPTIONS, "--mamba-radix-cache-strategy=extra_buffer_lazy")
+    options = (*list_mtp_options(2), LAZY_OPTION)
 
     def test_the_server_is_lazy(self) -> None:
         info = json.loads(self.server.get("/server_info"))
@@ -241,9 +269,10 @@ class TestLazy(MtpIsExact, unittest.TestCase):
 
 @harness.needs_gpu
 class TestFast(MtpIsExact, unittest.TestCase):
-    """Our method and the draft's fixes on any release."""
+    """Our method and the draft's fixes on any release, here without prefill graphs."""
 
     name = "fast"
+    options = (*list_mtp_options(2), "--cuda-graph-backend-prefill=disabled")
     keeps_draft_checkpoints = True
     variables = ("INKLING_SCONV=fast", f"INKLING_SCONV_FIXES={','.join(DRAFT_FIXES)}")
 
@@ -388,7 +417,7 @@ class TestMutants(unittest.TestCase):
     def test_window_one_row_late_differs(self) -> None:
         environment = make_fork_environment(harness.make_plugin("move_windows_one_row_late"))
         with make_server("mutant-window", environment) as server:
-            comparison = compare_prefill_made_hit(server, (256, 300, 700, 1100))
+            comparison = compare_prefill_made_hit(server)
         self.figures["window one row late"] = comparison
         self.assertTrue(all(comparison.cached), comparison)
         self.assertGreater(comparison.differing, 0, comparison)

@@ -12,13 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.architecture import VOCABULARY
+from inkling_sconv.proof.server import LAZY_OPTION
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=700, stage="base-b", runner_config="1-gpu-large")
 
-# Every further size costs 12 s of compilation.
-GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full", "--cuda-graph-bs-prefill", "256", "1024")
-LAZY = "--mamba-radix-cache-strategy=extra_buffer_lazy"
+GRAPH_OPTIONS = ("--cuda-graph-backend-prefill=full",)
 # A speculative algorithm that keeps the prefill graph where EAGLE disables it.
 NGRAM = (
     "--speculative-algorithm=NGRAM",
@@ -64,6 +63,17 @@ class IsExact(PrefillServer):
         comparison = self.compare_prefill_made_hit()
         self.assertTrue(comparison.exact, comparison)
 
+    def test_decode_made_hit_equals_cold(self) -> None:
+        inputs = equality.draw_prompts(6, (100, 128, 333, 700), VOCABULARY)
+        prefixes = equality.extend_by_decoding(self.server, inputs, 200)
+        suffixes = equality.draw_prompts(6, (150,), VOCABULARY, seed=1)
+        comparison = equality.compare_hit_with_cold(
+            self.server, "decode-made hit", prefixes, suffixes, 64
+        )
+        self.figures[comparison.name] = comparison
+        self.assertTrue(all(comparison.cached), comparison)
+        self.assertTrue(comparison.exact, comparison)
+
 
 class Differs(PrefillServer):
     """With the fixes off, the test above must turn red."""
@@ -77,12 +87,14 @@ class Differs(PrefillServer):
 
 @harness.needs_gpu
 class TestExtraBuffer(IsExact, unittest.TestCase):
+    """Without speculation."""
+
     name = "extra-buffer"
 
 
 @harness.needs_gpu
 class TestExtraBufferLazy(IsExact, unittest.TestCase):
-    name, options = "extra-buffer-lazy", (*GRAPH_OPTIONS, LAZY)
+    name, options = "extra-buffer-lazy", (*GRAPH_OPTIONS, LAZY_OPTION)
 
 
 @harness.needs_harm("prefill-rows")

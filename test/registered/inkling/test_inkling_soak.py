@@ -20,7 +20,7 @@ import harness
 import load
 from inkling_sconv.proof import equality
 from inkling_sconv.proof.architecture import VOCABULARY
-from inkling_sconv.proof.server import MTP_OPTIONS, Server
+from inkling_sconv.proof.server import Server, list_mtp_options
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=480, stage="base-b", runner_config="1-gpu-large")
@@ -30,7 +30,7 @@ REQUESTS = int(os.environ.get("INKLING_SCONV_SOAK_REQUESTS", "3000"))
 BESIDE = "INKLING_SCONV_SOAK_BESIDE" in os.environ
 RUNNING = 8
 OPTIONS = (
-    *MTP_OPTIONS,
+    *list_mtp_options(2),
     # 24 pages: room for any request, and not for what a wave of eight grows to. The sliding-window
     # pool has as many, so that only one pool is short.
     "--max-total-tokens=3072",

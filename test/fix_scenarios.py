@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from inkling_sconv import names
 from inkling_sconv.plugin.fixes import FIXES, save_classes
+from inkling_sconv.probe import backend as probe
 from inkling_sconv.probe import runners
 from inkling_sconv.probe.stand_ins import AllOn, Stub, make_instance, use_configuration
 
@@ -113,6 +114,23 @@ def check_prefill_tracking(module: Any) -> None:
         )
         assert runner._is_mamba_track_enabled() is (extra and radix)
         assert model_runner.spec_algorithm is algorithm
+
+
+def check_draft_extend(module: Any) -> None:
+    """In draft-extend nothing is computed; everything else is as before."""
+    for cls in probe.find_backends(module):
+        for by_name in (False, True):
+            rig = probe.Rig(cls)
+            batch = rig.make_batch("DRAFT_EXTEND_V2", 2)
+            slots = batch.mamba_track_indices = torch.tensor([5, 6])
+            rig.backend.sconv_metadata.track_conv_indices = torch.ones(1)
+            given = {"forward_batch": batch, "on_graph_path": True}
+            refresh = getattr(rig.backend, names.REFRESH)
+            refresh(**given) if by_name else refresh(*given.values())
+            assert rig.backend.sconv_metadata.track_conv_indices is None
+            assert batch.mamba_track_indices is slots and batch.mamba_track_mask is None
+        state = probe.classify(cls).state
+        assert state in (probe.State.EXEMPT, probe.State.UNTRACKED), state
 
 
 def check_draft_checkpoint(module: Any) -> None:
@@ -269,6 +287,7 @@ def check_draft_state(module: Any) -> None:
 CHECKS: dict[str, Callable[[Any], None]] = {
     "prefill-rows": check_prefill_rows,
     "prefill-tracking": check_prefill_tracking,
+    "draft-extend": check_draft_extend,
     "draft-checkpoint": check_draft_checkpoint,
     "draft-window": check_draft_window,
     "draft-state": check_draft_state,

@@ -17,14 +17,15 @@ import releases
 import torch
 from inkling_sconv import __version__
 from inkling_sconv.plugin import fixes
-from test_releases import ATTRIBUTES, FIXES, STATES
+from test_releases import ATTRIBUTES, FIXES, METHODS, STATES
 
 ALL = [fix.name for fix in fixes.FIXES]
-ROWS, TRACKING, CHECKPOINT, WINDOW, STATE = ALL
+ROWS, TRACKING, EXTEND, CHECKPOINT, WINDOW, STATE = ALL
 HARMS = {
-    "0.5.17": ALL,
-    **{tree: [CHECKPOINT, WINDOW, STATE] for tree in ("0.5.18", "0.5.19", releases.CRASHING)},
-    **{tree: [CHECKPOINT, WINDOW] for tree in ("0.5.20", "0.5.21")},
+    "0.5.17": [name for name in ALL if name != EXTEND],
+    releases.CRASHING: [CHECKPOINT, WINDOW, STATE],
+    **{tree: [EXTEND, CHECKPOINT, WINDOW, STATE] for tree in ("0.5.18", "0.5.19")},
+    **{tree: [EXTEND, CHECKPOINT, WINDOW] for tree in ("0.5.20", "0.5.21")},
     **{tree: [WINDOW] for tree in ("0.5.22", "0.5.23")},
 }
 APPLIED = {
@@ -32,7 +33,7 @@ APPLIED = {
 }
 OVERWRITES = (
     "the refresh overwrites its slots in draft-extend; left alone. "
-    "It needs INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset."
+    "It needs draft-extend, and INKLING_SCONV_DRAFT_EXTEND unset."
 )
 
 
@@ -49,7 +50,7 @@ def read_log(seen: dict[str, Any]) -> list[str]:
 
 SERVERS = [
     *((tree, None, {}, FIXES[STATES[tree]], []) for tree in releases.TREES),
-    *((tree, "fast", {"FIXES": ",".join(ALL)}, HARMS[tree], []) for tree in releases.TREES),
+    *((tree, None, {"FIXES": ",".join(ALL)}, HARMS[tree], []) for tree in releases.TREES),
     *((tree, "off", {"FIXES": ",".join(ALL)}, [], []) for tree in ("0.5.17", "crashing")),
     (
         "0.5.17",
@@ -58,7 +59,7 @@ SERVERS = [
         [ROWS],
         [
             "WARNING INKLING_SCONV_FIXES: ignored unknown fix apple, banana; choose from "
-            "prefill-rows, prefill-tracking, draft-checkpoint, draft-window, draft-state, or none."
+            f"{', '.join(ALL)}, or none."
         ],
     ),
     ("0.5.20", None, {"FIXES": CHECKPOINT}, [], [f"WARNING {CHECKPOINT}: {OVERWRITES}"]),
@@ -80,7 +81,8 @@ def test_servers(drive, tree, mode, variables, applied, warnings):
     # Without speculation, every release tracks.
     assert seen["tracks"] == [True, TRACKING not in HARMS[tree]]
     assert read_log(seen) == [*warnings, *(APPLIED[name] for name in applied)]
-    assert seen["changed"] == list_changed(applied)
+    grafted = METHODS if tree == releases.CRASHING and mode != "off" else []
+    assert seen["changed"] == sorted([*grafted, *list_changed(applied)])
     assert seen["still needed"] == [name for name in HARMS[tree] if name not in applied]
 
 
@@ -183,7 +185,10 @@ def check_applying(subject: Any) -> None:
 
 # ------------------------------------------------------------------------------ choosing by name
 
-UNKNOWN = "INKLING_SCONV_FIXES: ignored unknown fix %s; choose from steady, needy, rare, or none."
+CHOOSE = "choose from steady, needy, rare, or none."
+UNKNOWN = f"INKLING_SCONV_FIXES: ignored unknown fix %s; {CHOOSE}"
+NO_LIST = f"INKLING_SCONV_FIXES names no known fix, so %s; {CHOOSE}"
+DEFAULTS = NO_LIST % "the defaults stay on (steady, needy)"
 # INKLING_SCONV_FIXES, the backend's state, whether each backend leaves draft-extend alone, the
 # fixes that are applied, and the warning.
 CHOICES = [
@@ -198,6 +203,12 @@ CHOICES = [
         for alone in ([False], [True, False])
     ),
     ("rare,pear,banana", "untracked", [True], ["rare"], UNKNOWN % "banana, pear"),
+    ("none,pear", "untracked", [True], [], UNKNOWN % "pear"),
+    *(
+        (value, "untracked", [True], ["steady", "needy"], DEFAULTS)
+        for value in (",", " ; ", "steady;rare", "pear")
+    ),
+    (",", "guarded", [True], [], NO_LIST % "no fix is on"),
 ]
 
 

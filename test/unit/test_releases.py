@@ -22,6 +22,7 @@ WORKER = "sglang.srt.speculative.multi_layer_eagle_worker_v2.MultiLayerEagleDraf
 ATTRIBUTES = {
     "prefill-rows": [f"{PREFILL}.load_batch"],
     "prefill-tracking": [f"{PREFILL}._is_mamba_track_enabled"],
+    "draft-extend": [f"{MODULE}.{CLASS}._refresh_track_conv_indices"],
     "draft-checkpoint": [
         f"{DRAFT_EXTEND}.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner._allocate_buffers",
         f"{DRAFT_EXTEND}.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.prepare",
@@ -36,7 +37,7 @@ ATTRIBUTES = {
 # On by default, in the order of their log lines. The fork is made of 0.5.18, whose prefill graphs
 # need no fix.
 FIXES = {
-    "untracked": [*ATTRIBUTES],
+    "untracked": [name for name in ATTRIBUTES if name != "draft-extend"],
     "crashing": ["draft-checkpoint", "draft-window", "draft-state"],
     "guarded": [],
     "exempt": [],

@@ -35,10 +35,7 @@ def advise_setting(rows: Sequence[Row], state: State, asked: Set[str] = frozense
     if state is State.UNKNOWN or needed <= default:
         return ""
     chosen = [fix for fix in FIXES if fix.name in needed | default | asked]
-    setting = f"{names.FIXES_VARIABLE}={','.join(fix.name for fix in chosen)}"
-    if state is State.GUARDED and any(fix.needs_draft_extend_exemption for fix in chosen):
-        setting = f"{names.MODE_VARIABLE}=fast {setting}"
-    return setting
+    return f"{names.FIXES_VARIABLE}={','.join(fix.name for fix in chosen)}"
 
 
 def examine_backends(name: str, *, load_plugins: bool) -> dict[str, Any]:

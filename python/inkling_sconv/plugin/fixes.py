@@ -18,9 +18,13 @@ import wrapt
 from inkling_sconv import names
 from inkling_sconv.errors import describe_error
 from inkling_sconv.plugin.convolution import InklingShortConvolution
-from inkling_sconv.plugin.settings import log, read_fix_names
+from inkling_sconv.plugin.settings import DraftExtend, log, read_draft_extend, read_fix_names
 from inkling_sconv.probe import runners
-from inkling_sconv.probe.backend import leaves_draft_extend_alone
+from inkling_sconv.probe.backend import (
+    fills_draft_extend,
+    find_backends,
+    leaves_draft_extend_alone,
+)
 from inkling_sconv.probe.stand_ins import Override
 
 
@@ -65,6 +69,20 @@ def _track_under_speculation(module: ModuleType) -> None:
         algorithm = Override(model_runner.spec_algorithm, is_none=lambda: True)
         model_runner = Override(model_runner, spec_algorithm=algorithm)
         return wrapped.__func__(Override(runner, model_runner=model_runner), *args, **kwargs)
+
+
+def _leave_draft_extend_alone(module: ModuleType) -> None:
+    """Return from the refresh in draft-extend without indices, as SGLang does since 0.5.22."""
+
+    def refresh(wrapped: Any, backend: Any, args: Any, kwargs: Any) -> Any:
+        batch = args[0] if args else kwargs["forward_batch"]
+        if not batch.forward_mode.is_draft_extend_v2():
+            return wrapped(*args, **kwargs)
+        backend.sconv_metadata.track_conv_indices = None
+        return None
+
+    for backend in find_backends(module):
+        wrapt.wrap_function_wrapper(backend, names.REFRESH, refresh)
 
 
 def _keep_draft_checkpoints(module: ModuleType) -> None:
@@ -158,6 +176,17 @@ FIXES = (
         default_for=frozenset({"untracked"}),
     ),
     Fix(
+        name="draft-extend",
+        change="0.5.22",
+        module=names.BACKEND_MODULE,
+        harm="draft-extend graphs record tracking that only ever writes the dummy slot",
+        is_needed=lambda module: (
+            read_draft_extend() is DraftExtend.EXEMPT
+            and any(map(fills_draft_extend, find_backends(module)))
+        ),
+        apply=_leave_draft_extend_alone,
+    ),
+    Fix(
         name="draft-checkpoint",
         change="0.5.22",
         module=names.DRAFT_EXTEND_RUNNER_MODULE,
@@ -196,7 +225,7 @@ def install_fixes(backends: Sequence[type], states: set[str]) -> None:
         states: their states before it. Without ``INKLING_SCONV_FIXES``, these decide which fixes
             are on.
     """
-    asked = _read_requested_fixes()
+    asked = _read_requested_fixes([fix.name for fix in FIXES if states & fix.default_for])
     for fix in FIXES:
         is_on = bool(states & fix.default_for) if asked is None else fix.name in asked
         if not is_on:
@@ -206,24 +235,30 @@ def install_fixes(backends: Sequence[type], states: set[str]) -> None:
                 log(
                     logging.WARNING,
                     f"{fix.name}: the refresh overwrites its slots in draft-extend; left alone. "
-                    "It needs INKLING_SCONV=fast, and INKLING_SCONV_DRAFT_EXTEND unset.",
+                    f"It needs draft-extend, and {names.DRAFT_EXTEND_VARIABLE} unset.",
                 )
             continue
         wrapt.register_post_import_hook(functools.partial(_apply_if_needed, fix), fix.module)
 
 
-def _read_requested_fixes() -> set[str] | None:
-    """Read the known names in ``INKLING_SCONV_FIXES``; None if the variable is unset or empty."""
+def _read_requested_fixes(default: Sequence[str]) -> set[str] | None:
+    """Read the known names in ``INKLING_SCONV_FIXES``.
+
+    None, if the variable is unset or empty, or names neither a known fix nor ``none``: then the
+    fixes of ``default`` are on.
+    """
     asked = read_fix_names()
     if asked is None:
         return None
     known = [fix.name for fix in FIXES]
-    if unknown := asked.difference(known):
-        log(
-            logging.WARNING,
-            f"{names.FIXES_VARIABLE}: ignored unknown fix {', '.join(sorted(unknown))}; "
-            f"choose from {', '.join(known)}, or none.",
-        )
+    choose = f"choose from {', '.join(known)}, or none."
+    if asked.isdisjoint({*known, "none"}):
+        on = f"the defaults stay on ({', '.join(default)})" if default else "no fix is on"
+        log(logging.WARNING, f"{names.FIXES_VARIABLE} names no known fix, so {on}; {choose}")
+        return None
+    if unknown := asked.difference(known, {"none"}):
+        ignored = ", ".join(sorted(unknown))
+        log(logging.WARNING, f"{names.FIXES_VARIABLE}: ignored unknown fix {ignored}; {choose}")
     return asked.intersection(known)
 
 

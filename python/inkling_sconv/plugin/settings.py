@@ -59,12 +59,12 @@ def read_fix_names() -> set[str] | None:
     """Read the names in ``INKLING_SCONV_FIXES``, known or not.
 
     Returns:
-        None if the variable is unset or empty; the empty set if it says ``none``.
+        The names in lower case, ``none`` included; None if the variable is unset or empty.
     """
     value = os.environ.get(FIXES_VARIABLE, "").strip()
     if not value:
         return None
-    return {name.strip().lower() for name in value.split(",")} - {"", "none"}
+    return {name.strip().lower() for name in value.split(",")} - {""}
 
 
 def is_installed() -> bool:
@@ -106,7 +106,8 @@ def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
         PLUGINS_VARIABLE: not is_allowed(),
         MODE_VARIABLE: mode == Mode.OFF,
         FIXES_VARIABLE: bool(named) and not setting,
-        DRAFT_EXTEND_VARIABLE: form == DraftExtend.INERT and "draft-checkpoint" in fixes,
+        DRAFT_EXTEND_VARIABLE: form == DraftExtend.INERT
+        and not fixes.isdisjoint({"draft-extend", "draft-checkpoint"}),
     }
     return [name for name, hinders in obstacles.items() if hinders]
 

@@ -184,6 +184,11 @@ def leaves_draft_extend_alone(cls: type) -> bool:
     return indices is None and batch.mamba_track_indices is slots
 
 
+def fills_draft_extend(cls: type) -> bool:
+    """Whether a draft-extend capture gets inert track fields and indices."""
+    return _capture(cls, "DRAFT_EXTEND_V2") == _INDICES
+
+
 class _UnrecognisedError(Exception):
     """The class matches no known state."""
 

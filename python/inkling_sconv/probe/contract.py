@@ -241,7 +241,9 @@ def _host_reads_nothing(backend: type) -> str:
     return "runs on meta tensors, where a read raises"
 
 
-@_check("draft-extend leaves mamba_track_indices alone", "0.5.22", Verdict.LIMIT)
+@_check(
+    "draft-extend leaves mamba_track_indices alone", "0.5.22", Verdict.LIMIT, fix="draft-extend"
+)
 def _draft_extend_is_exempt(backend: type) -> str:
     batch, _ = _capture(Rig(backend), "DRAFT_EXTEND_V2")
     kept = batch.mamba_track_indices is None

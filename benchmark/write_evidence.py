@@ -25,8 +25,10 @@ SERVERS = {
     "mtp-plugin": "crashing fork, plugin, MTP",
     "mtp-applied": "crashing fork after `apply`, plugin off, MTP",
     "mtp-installed": "as published, plugin, MTP",
+    "mtp-plugin-eight-heads": "crashing fork, plugin, 8 MTP heads",
+    "mtp-eight-heads": "as published, plugin, 8 MTP heads",
     "mtp-lazy": "as published, plugin, MTP, `extra_buffer_lazy`",
-    "mtp-fast": "as published, `INKLING_SCONV=fast`, MTP",
+    "mtp-fast": "as published, `INKLING_SCONV=fast`, MTP, no prefill graph",
     "prefill-extra-buffer": "as published, plugin, full prefill graph",
     "prefill-extra-buffer-lazy": "the same, `extra_buffer_lazy`",
     "prefill-ngram": "the same, NGRAM",
@@ -41,7 +43,9 @@ STEPS_OF = {
     "mtp-zeroed-draft-state": "as published, both fixes, the checkpoint zeroed",
     "mtp-installed": "as published, plugin",
     "mtp-lazy": "as published, plugin, `extra_buffer_lazy`",
+    "mtp-eight-heads": "as published, plugin, 8 heads",
     "mtp-plugin": "crashing fork, plugin",
+    "mtp-plugin-eight-heads": "crashing fork, plugin, 8 heads",
     "mtp-fast": "as published, `INKLING_SCONV=fast`, both fixes",
 }
 FIXED = {
@@ -52,6 +56,7 @@ FACTS = {
     "accept length": "accept length, the bonus token counted",
     "distinct tokens in 300": "distinct tokens in 300",
     "captured": "decode sizes captured",
+    "prefill graph": "prefill graph",
     "kl_test_utils": "SGLang's `kl_test_utils`",
     "kl_multiturn_utils": "SGLang's `kl_multiturn_utils`",
 }

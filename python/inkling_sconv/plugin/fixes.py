@@ -203,7 +203,7 @@ FIXES = (
         harm="the draft's checkpoint is not the window that ends on its boundary",
         is_needed=runners.misplaces_draft_checkpoints,
         apply=_place_draft_checkpoints,
-        default_for=frozenset({"untracked", "crashing"}),
+        default_for=frozenset({"untracked", "crashing", "exempt"}),
     ),
     Fix(
         name="draft-state",

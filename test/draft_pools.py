@@ -154,3 +154,79 @@ def fill_pool(backend: type, convolution: type, step: Step, *, exempt: bool) -> 
         host._update_sconv_cache_for_draft_extend(batch, cache, rest["cache_indices"], hidden)
 
     return run(update, step)
+
+
+def name_track_slots() -> dict[str, Any]:
+    """The checkpoint slots that steps name before, in and after a step that crosses a boundary.
+
+    The request has slots 5 and 6. ``overlap``: the scheduler launches each step before it has
+    processed the result of the one before it. ``in turn``: after that. ``kept``: the slot that a
+    finished request would leave in the prefix cache.
+    """
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components import batch_result_processor as results
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    processor = object.__new__(results.SchedulerBatchResultProcessor)
+    # A frozen dataclass with slots, in some releases.
+    object.__setattr__(processor, "tree_cache", Stub(page_size=64))
+    pool = object.__new__(HybridReqToTokenPool)
+    pool.mamba_ping_pong_track_buffer_size, pool.enable_mamba_extra_buffer_lazy = 2, False
+    slots = pool.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.tensor([[5, 6]])
+    make_tensor = torch.tensor
+
+    def launch(request: Any) -> Any:
+        batch = Stub(
+            reqs=[request],
+            req_to_token_pool=pool,
+            req_pool_indices=make_tensor([0]),
+            spec_algorithm=Stub(is_none=lambda: False),
+        )
+        schedule_batch.set_mamba_track_indices_from_reqs(batch)
+        return batch
+
+    def process(batch: Any, request: Any) -> None:
+        request.seqlen += 4
+        result = Stub(
+            num_correct_drafts_per_req_cpu=[3],
+            num_non_draft_tokens_per_req=1,
+            grammar_retained_tokens=None,
+        )
+        processor._mamba_prefix_cache_update(request, batch, result, 0)
+
+    def play(overlap: bool) -> list[int]:
+        # The length with the last token, whose KV comes later: the first step goes from 62 to 66.
+        request = Stub(
+            seqlen=63,
+            mamba_ping_pong_track_buffer=slots[0],
+            mamba_next_track_idx=0,
+            mamba_last_track_idx=1,
+            mamba_last_track_seqlen=None,
+        )
+        request.kv = request
+        named, waiting = [], []
+        for _ in range(4 if overlap else 3):
+            waiting.append(launch(request))
+            named.append(int(waiting[-1].mamba_track_indices[0]))
+            if len(waiting) > overlap:
+                process(waiting.pop(0), request)
+        kept.append(int(slots[0, pool.get_mamba_ping_pong_keep_idx(request)]))
+        return named
+
+    kept: list[int] = []
+    settings = Stub(mamba=Stub(mamba_track_interval=64))
+    with contextlib.ExitStack() as stack:
+        for module in (schedule_batch, results):
+            stack.enter_context(use_configuration(vars(module), settings))
+        for name, value in (
+            ("mamba_track_grid", lambda _: 64),
+            ("mamba_extra_buffer_lazy_enabled", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(results, name, value, create=True))
+        # There is no pinned memory without a GPU.
+        unpinned = mock.patch.object(
+            torch, "tensor", lambda *args, pin_memory=None, **rest: make_tensor(*args, **rest)
+        )
+        stack.enter_context(unpinned)
+        found = {"overlap": play(True), "in turn": play(False)}
+    return found | {"kept": kept[0] if kept[0] == kept[1] else kept}

@@ -106,7 +106,9 @@ def expected(step: Step) -> torch.Tensor:
         # Rows by position; front rows replace the state's own.
         row_at = {base - step.window + i: row for i, row in enumerate(before[own])}
         row_at |= {base - step.front + i: row for i, row in enumerate(hidden[r])}
-        boundaries = [p for p in range(base + 1, base + n + 1) if p % step.interval == 0]
+        # A boundary is saved again while its window, and a row before it, are front rows.
+        reach = max(step.front - step.window, 0)
+        boundaries = [p for p in range(base - reach + 1, base + n + 1) if p % step.interval == 0]
         ends = {own: base + n}
         if boundaries and step.kept is not None:
             ends[step.kept[r]] = boundaries[-1]
@@ -139,7 +141,7 @@ def steps(draw: st.DrawFn) -> Step:
         kept if draw(st.booleans()) else None,
         slots,
         width=width,
-        front=draw(st.integers(0, 5)),
+        front=draw(st.integers(0, 8)),
         interval=draw(st.integers(1, 12) | st.sampled_from((64, 256, 1 << 20))),
         window=draw(st.integers(1, 4)),
         channels=draw(st.sampled_from((1, 2, 3, 5))),
@@ -166,6 +168,7 @@ BATCHES = (
     dataclasses.replace(MIXED, kept=None),
     dataclasses.replace(MIXED, front=0, channels=1030, spread=1),
     dataclasses.replace(MIXED, interval=2, window=1),
+    dataclasses.replace(MIXED, front=6, base=[11, 10, 8, 6]),
     dataclasses.replace(
         MIXED, base=[2**33 - b for b in (2, 0, 3, 2)], dtypes=(torch.int64,) * 4, interval=6
     ),

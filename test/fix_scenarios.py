@@ -360,6 +360,7 @@ def play(scenario: str) -> dict[str, Any]:
         "check-wrong-fixes": check_wrong_fixes,
         "draft-states": draft_pools.compare_draft_states,
         "draft-pools": draft_pools.compare_pools,
+        "track-slots": draft_pools.name_track_slots,
         "server-options": check_server_options,
     }
     with contextlib.redirect_stdout(sys.stderr):

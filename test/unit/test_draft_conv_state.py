@@ -59,17 +59,23 @@ def test_any_step(ops, device):
 @pytest.mark.parametrize("floats", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("n", range(-1, 5))
 @pytest.mark.parametrize("front", range(6))
-def test_one_request_by_hand(ops, device, front, n, floats):
-    """The tokens of positions 6 to 9 after 3, 4, 5; a boundary at 8; rows hold their positions."""
+@pytest.mark.parametrize("interval", (5, 8))
+def test_one_request_by_hand(ops, device, interval, front, n, floats):
+    """The tokens of positions 6 to 9 after 3, 4, 5; rows hold their positions.
+
+    Boundaries are at 8, or at 5 and 10. Only five front rows reach from 5 one row past its window.
+    """
     hidden = torch.arange(6 - front, 10, device=device).to(floats).view(1, -1, 1)
     slot, accepted, length, track = torch.tensor([[0], [n], [10], [1]], device=device)
     for function in (ops.update_draft_conv_state_ref, ops.update_draft_conv_state):
         cache = torch.tensor([[3, 4, 5], [0, 0, 0]], device=device).to(floats).unsqueeze(-1)
-        function(hidden, cache, slot, accepted, length, track, front=front, interval=8)
+        function(hidden, cache, slot, accepted, length, track, front=front, interval=interval)
         moved = max(n, 0)
         own, kept = cache[:, :, 0].tolist()
         assert own == [3 + moved, 4 + moved, 5 + moved]
-        assert kept == ([5, 6, 7] if n >= 2 else [0, 0, 0])
+        saved = {8: (n >= 2, 8), 5: (n == 4 or (n >= 0 and front == 5), 10 if n == 4 else 5)}
+        crossed, boundary = saved[interval]
+        assert kept == ([boundary - 3, boundary - 2, boundary - 1] if crossed else [0, 0, 0])
 
 
 @kernel_tools.NO_GPU
@@ -108,31 +114,34 @@ def test_replays_read_what_is_there_then():
 
 # -------------------------------------------------------------------------------- wrong versions
 
-REPLACED = "replaced = min(front, window)\n    for"
+REACH = "reach = max(front - window, 0)\n    for"
+OWN = "rows = torch.cat([cache[slot, : max(window - front, 0)], own])"
 WRONG_REFERENCES = {
     "padded rows write": ("n < 0:\n            continue", "n < -1:\n            continue"),
-    "front rows are tokens": ("own[front - replaced :]", "own"),
-    "the state for front rows": (REPLACED, "replaced = 0\n    for"),
-    "front rows past the window": (REPLACED, "replaced = front\n    for"),
-    "a boundary at the base": ("and offset > 0:", "and offset >= 0:"),
+    "the state for front rows": (OWN, OWN.replace("max(window - front, 0)", "window")),
+    "front rows are tokens": (REACH, "reach = 0\n    for"),
+    "front rows past the window": (REACH, "reach = front\n    for"),
+    "only a crossing": ("and offset > 0:", "and offset > reach:"),
+    "a boundary out of reach": ("and offset > 0:", "and offset >= 0:"),
     "the boundary's own token left out": ("rows[offset : offset", "rows[offset - 1 : offset - 1"),
-    "the step's end for the boundary": ("(base + n) // interval * interval - base\n", "n\n"),
+    "the step's end for the boundary": ("= (base + n) // interval * interval", "= base + n"),
     "one checkpoint slot": ("int(track_slots[r])", "int(track_slots[0])"),
     "one slot": ("int(cache_indices[r])", "int(cache_indices[0])"),
     "the length before the step": (" - (own.shape[0] - front)\n", "\n"),
-    "rejected tokens move the state": ("rows[n : n + window]", "rows[-window:]"),
-    "another slot's state": ("cache[slot, : window", "cache[slot - 1, : window"),
+    "rejected tokens move the state": ("rows[n + reach : n + reach + window]", "rows[-window:]"),
+    "another slot's state": ("torch.cat([cache[slot, ", "torch.cat([cache[slot - 1, "),
 }
 CHECKPOINT = "tl.store(kept + w * cache_row, tl.where(at < STATE, old, new)"
 STATE = "tl.store(own + w * cache_row, tl.where(at < STATE, old, new)"
 WRONG_KERNELS = {
     "padded rows write": ("n < 0:\n            return", "n < -1:\n            return"),
-    "front rows in the state": ("(token + (at - WINDOW + FRONT)", "(token + (at - WINDOW)"),
-    "front rows in the checkpoint": (" token + (at - WINDOW + FRONT)", " token + (at - WINDOW)"),
+    "front rows in the state": ("at = n + REACH + w", "at = n + w"),
+    "front rows in the checkpoint": ("at = offset + w", "at = offset - REACH + w"),
+    "only a crossing": ("            if offset > 0:", "            if offset > REACH:"),
     "front rows are of the step": ("        length - front,\n", "        length,\n"),
     "the state for front rows": ("max(cache.shape[1] - front, 0)", "cache.shape[1]"),
-    "a boundary at the base": ("            if offset > 0:", "            if offset >= 0:"),
-    "the step's end for the boundary": ("(base + n) // INTERVAL * INTERVAL - base", "n"),
+    "a boundary out of reach": ("            if offset > 0:", "            if offset >= 0:"),
+    "the step's end for the boundary": ("= (base + n) // INTERVAL * INTERVAL", "= base + n"),
     "the boundary's own token left out": ("at = offset + w", "at = offset + w - 1"),
     "one checkpoint slot": ("tl.load(track_slots + row)", "tl.load(track_slots)"),
     "one slot": ("tl.load(cache_indices + row)", "tl.load(cache_indices)"),

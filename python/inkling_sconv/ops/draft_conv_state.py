@@ -11,6 +11,12 @@ tokens, while stored rows can be wrong:
 - Every head but the first writes its last rows before their tokens are verified.
 - SGLang 0.5.17 - 0.5.19 clear a request's states at prefill, and again at every draft-extend while
   the batch's requests stay the same (``_apply_deferred_mamba_init_to_draft_pools``).
+
+For the same reason a checkpoint can be wrong: head ``i``, counted from 0, saves rows of tokens that
+are not verified if the boundary has fewer than ``i`` accepted tokens after it. So the steps that
+follow save it again, from front rows, while the boundary is that near. SGLang names the slot of the
+crossing until it has processed the step's result, which is after the next step's launch. Then it
+names the request's other slot, which holds nothing until the next boundary.
 """
 
 import torch
@@ -38,12 +44,13 @@ def update_draft_conv_state_ref(
     For a request ``r`` whose step begins at position ``base = seq_lens[r] - (T - front)`` and
     accepts ``n = accepted[r]`` tokens::
 
-        replaced = min(front, window)
-        state    = cache[cache_indices[r], : window - replaced]
-        rows     = cat(state, hidden_states[r, front - replaced :])  # rows[0]: base - window
+        reach    = max(front - window, 0)
+        state    = cache[cache_indices[r], : max(window - front, 0)]
+        rows     = cat(state, hidden_states[r])             # rows[0]: base - reach - window
         boundary = floor((base + n) / interval) * interval
-        cache[track_slots[r]]   = rows[boundary - base :][:window]   # if boundary > base
-        cache[cache_indices[r]] = rows[n:][:window]
+        offset   = boundary - (base - reach)
+        cache[track_slots[r]]   = rows[offset:][:window]    # if offset > 0
+        cache[cache_indices[r]] = rows[n + reach :][:window]
 
     Args:
         hidden_states: ``[rows, T, D]``, any floating dtype: the convolution's input.
@@ -59,18 +66,18 @@ def update_draft_conv_state_ref(
         interval: tokens between two checkpoint boundaries (``mamba_track_interval``).
     """
     window = cache.shape[1]
-    replaced = min(front, window)
+    reach = max(front - window, 0)
     for r, own in enumerate(hidden_states):
         n = int(accepted[r])
         if n < 0:
             continue
         slot = int(cache_indices[r])
-        rows = torch.cat([cache[slot, : window - replaced], own[front - replaced :]])
+        rows = torch.cat([cache[slot, : max(window - front, 0)], own])
         base = int(seq_lens[r]) - (own.shape[0] - front)
-        offset = (base + n) // interval * interval - base
+        offset = (base + n) // interval * interval - (base - reach)
         if track_slots is not None and offset > 0:
             cache[int(track_slots[r])] = rows[offset : offset + window]
-        cache[slot] = rows[n : n + window]
+        cache[slot] = rows[n + reach : n + reach + window]
 
 
 if triton is not None:
@@ -90,11 +97,11 @@ if triton is not None:
         cache_slot,
         cache_row,
         D,
-        WIDTH: tl.constexpr,  # tokens of the step: T - FRONT
-        FRONT: tl.constexpr,
+        WIDTH: tl.constexpr,  # tokens of the step: T - front
         INTERVAL: tl.constexpr,
         WINDOW: tl.constexpr,
         STATE: tl.constexpr,  # rows still taken from the stored state
+        REACH: tl.constexpr,  # front rows before the window that ends on the step's base
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -108,21 +115,19 @@ if triton is not None:
 
         if track_slots is not None:
             base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
-            offset = (base + n) // INTERVAL * INTERVAL - base
+            offset = (base + n) // INTERVAL * INTERVAL - (base - REACH)
             if offset > 0:
                 kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
                 for w in tl.static_range(WINDOW):
                     at = offset + w
                     old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
-                    new = tl.load(
-                        token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE)
-                    )
+                    new = tl.load(token + (at - STATE) * hidden_token, mask=inside & (at >= STATE))
                     tl.store(kept + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
         # In-place shift: ascending order reads each row before it is overwritten.
         for w in tl.static_range(WINDOW):
-            at = n + w
+            at = n + REACH + w
             old = tl.load(own + at * cache_row, mask=inside & (at < STATE))
-            new = tl.load(token + (at - WINDOW + FRONT) * hidden_token, mask=inside & (at >= STATE))
+            new = tl.load(token + (at - STATE) * hidden_token, mask=inside & (at >= STATE))
             tl.store(own + w * cache_row, tl.where(at < STATE, old, new), mask=inside)
 
     # TRITON_INTERPRET is read when the kernel is decorated.
@@ -167,9 +172,9 @@ def update_draft_conv_state(
         cache.stride(1),
         channels,
         length - front,
-        front,
         interval,
         cache.shape[1],
         max(cache.shape[1] - front, 0),
+        max(front - cache.shape[1], 0),
         block,
     )

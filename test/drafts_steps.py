@@ -110,7 +110,7 @@ def expected(step: Step) -> torch.Tensor:
         reach = max(step.front - step.window, 0)
         boundaries = [p for p in range(base - reach + 1, base + n + 1) if p % step.interval == 0]
         ends = {own: base + n}
-        if boundaries and step.kept is not None:
+        if boundaries and step.kept is not None and step.kept[r] >= 0:
             ends[step.kept[r]] = boundaries[-1]
         for slot, end in ends.items():
             for w in range(step.window):
@@ -134,6 +134,8 @@ def steps(draw: st.DrawFn) -> Step:
     for r, n in enumerate(accepted):
         if n < 0:
             own[r], kept[r] = (draw(st.integers(0, slots - 1)) for _ in range(2))
+        elif draw(st.integers(0, 3)) == 0:
+            kept[r] = -1
     return Step(
         own,
         accepted,
@@ -169,6 +171,7 @@ BATCHES = (
     dataclasses.replace(MIXED, front=0, channels=1030, spread=1),
     dataclasses.replace(MIXED, interval=2, window=1),
     dataclasses.replace(MIXED, front=6, base=[11, 10, 8, 6]),
+    dataclasses.replace(MIXED, kept=[5, 4, -1, 3]),
     dataclasses.replace(
         MIXED, base=[2**33 - b for b in (2, 0, 3, 2)], dtypes=(torch.int64,) * 4, interval=6
     ),

@@ -247,7 +247,7 @@ def test_eight_heads(tmp_path, record_property):
     """
     checkpoint.write_checkpoint(tmp_path / "tiny", mtp_heads=8)
     model = emulator.Model(tmp_path / "tiny")
-    crossing = ("and offset > 0:", "and offset > reach:")
+    crossing = ("and offset > 0 and", "and offset > reach and")
     ways = {
         "ours": load_way(tmp_path),
         "ours, without overlap": load_way(tmp_path, overlap=False),

@@ -13,10 +13,11 @@ tokens, while stored rows can be wrong:
   the batch's requests stay the same (``_apply_deferred_mamba_init_to_draft_pools``).
 
 For the same reason a checkpoint can be wrong: head ``i``, counted from 0, saves rows of tokens that
-are not verified if the boundary has fewer than ``i`` accepted tokens after it. So the steps that
-follow save it again, from front rows, while the boundary is that near. SGLang names the slot of the
-crossing until it has processed the step's result, which is after the next step's launch. Then it
-names the request's other slot, which holds nothing until the next boundary.
+are not verified if the step accepts fewer than ``i`` tokens after the boundary. So a later step
+saves the checkpoint again, from front rows, while the boundary is that near. SGLang names the slot
+of the crossing until it has processed the step's result, which the scheduler does after it has
+launched the next step. Then it names the request's other slot, which nothing reads until the next
+crossing fills it.
 """
 
 import torch
@@ -49,7 +50,7 @@ def update_draft_conv_state_ref(
         rows     = cat(state, hidden_states[r])             # rows[0]: base - reach - window
         boundary = floor((base + n) / interval) * interval
         offset   = boundary - (base - reach)
-        cache[track_slots[r]]   = rows[offset:][:window]    # if offset > 0
+        cache[track_slots[r]]   = rows[offset:][:window]    # if offset > 0 and the slot >= 0
         cache[cache_indices[r]] = rows[n + reach :][:window]
 
     Args:
@@ -61,7 +62,8 @@ def update_draft_conv_state_ref(
         seq_lens: ``[>= rows]``, int32 or int64: the request's length in tokens, with all tokens of
             the step, accepted or not.
         track_slots: ``[>= rows]``, int32 or int64: the slot of each request's checkpoint; None to
-            save no checkpoints.
+            save no checkpoints. A negative slot saves none: SGLang 0.5.22 and newer give one to a
+            request whose slots have been freed.
         front: how many of the ``T`` rows are front rows.
         interval: tokens between two checkpoint boundaries (``mamba_track_interval``).
     """
@@ -75,7 +77,7 @@ def update_draft_conv_state_ref(
         rows = torch.cat([cache[slot, : max(window - front, 0)], own])
         base = int(seq_lens[r]) - (own.shape[0] - front)
         offset = (base + n) // interval * interval - (base - reach)
-        if track_slots is not None and offset > 0:
+        if track_slots is not None and offset > 0 and track_slots[r] >= 0:
             cache[int(track_slots[r])] = rows[offset : offset + window]
         cache[slot] = rows[n + reach : n + reach + window]
 
@@ -116,8 +118,9 @@ if triton is not None:
         if track_slots is not None:
             base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
             offset = (base + n) // INTERVAL * INTERVAL - (base - REACH)
-            if offset > 0:
-                kept = cache + tl.load(track_slots + row).to(tl.int64) * cache_slot + channel
+            slot = tl.load(track_slots + row).to(tl.int64)
+            if (offset > 0) & (slot >= 0):
+                kept = cache + slot * cache_slot + channel
                 for w in tl.static_range(WINDOW):
                     at = offset + w
                     old = tl.load(own + at * cache_row, mask=inside & (at < STATE))

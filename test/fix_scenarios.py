@@ -11,8 +11,10 @@ import itertools
 import json
 import logging
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,15 +48,25 @@ def load_plugin() -> dict[str, Any]:
     import drive
     from sglang.srt.plugins import load_plugins
 
+    before = drive.read_attributes()
+    with record_log() as log:
+        load_plugins()
+        importlib.import_module(names.BACKEND_MODULE)
+    return {"log": log, "changed": find_changed(before)}
+
+
+@contextlib.contextmanager
+def record_log() -> Iterator[list[str]]:
+    """What the plugin logs, with levels."""
     log: list[str] = []
     logger = logging.getLogger("inkling_sconv")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: log.append(f"{record.levelname} {record.getMessage()}")
-    before = drive.read_attributes()
-    load_plugins()
-    importlib.import_module(names.BACKEND_MODULE)
-    return {"log": log, "changed": find_changed(before)}
+    try:
+        yield log
+    finally:
+        logger.removeHandler(handler)
 
 
 def apply_fixes() -> dict[str, Any]:
@@ -133,8 +145,16 @@ def check_draft_extend(module: Any) -> None:
         assert state in (probe.State.EXEMPT, probe.State.UNTRACKED), state
 
 
+NO_CHECKPOINTS = (
+    "draft-checkpoint: slots are translated on the host, as in a unified pool; draft-extend graphs "
+    "keep no checkpoints."
+)
+
+
 def check_draft_checkpoint(module: Any) -> None:
-    whole, step = make_draft_runners(module, (True, True))
+    with record_log() as log:
+        whole, step = make_draft_runners(module, make_backends(True, True))
+    assert log == []
     slots = whole.buffers.mamba_track_indices
     assert slots.tolist() == [0] * 4 and slots.dtype is torch.int64
     for size in (1, 2, 4):
@@ -153,7 +173,10 @@ def check_draft_checkpoint(module: Any) -> None:
         assert whole.buffers.mamba_track_indices is slots
         assert slots[: whole.bs].tolist() == padded
     for recordable in ((False, False), (True, False), (None,)):
-        whole, step = make_draft_runners(module, recordable)
+        with record_log() as log:
+            whole, step = make_draft_runners(module, make_backends(*recordable))
+        (line,) = log
+        assert line.startswith("WARNING") and line.endswith(NO_CHECKPOINTS)
         assert getattr(whole.buffers, "mamba_track_indices", None) is None
         assert step.get_forward_batch(2).mamba_track_indices is None
         prepare(module, whole, [5], 1)
@@ -172,18 +195,24 @@ def prepare(module: Any, whole: Any, live: list[int] | None, size: int, **how: b
     assert whole.raw_bs == size
 
 
-def make_draft_runners(module: Any, recordable: tuple[bool | None, ...]) -> tuple[Any, Any]:
-    """The composite runner of draft-extend and one step of it, for up to four requests.
+def make_backends(*recordable: bool | None) -> list[Any]:
+    """A backend for each step: whether a graph may record its gather of slots.
 
-    ``recordable`` says of each step's backend whether a graph may record its gather of slots; None
-    is a backend without short convolutions.
+    None is a backend without short convolutions.
     """
-    backends = [
+    return [
         SimpleNamespace()
         if value is None
         else SimpleNamespace(short_conv_backend=SimpleNamespace(_slot_gather_recordable=value))
         for value in recordable
     ]
+
+
+def make_draft_runners(module: Any, backends: list[Any]) -> tuple[Any, Any]:
+    """The composite runner of draft-extend and one step of it, for up to four requests.
+
+    ``backends`` are those of the steps.
+    """
     step = make_instance(
         module.MultiLayerEagleDraftExtendCudaGraphRunner,
         "get_forward_batch",
@@ -210,7 +239,8 @@ def make_draft_runners(module: Any, recordable: tuple[bool | None, ...]) -> tupl
         "_vocab_size": lambda: 8,
     }
     cls = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
-    with mock.patch.object(module, "get_draft_input_from_target_hidden_dim", lambda _: 2):
+    hidden_size = mock.patch.object(module, "get_draft_input_from_target_hidden_dim", lambda _: 2)
+    with hidden_size, use_configuration(vars(module), AllOn()):
         step.buffers = make_instance(cls, "_allocate_buffers", **given)._allocate_buffers()
     buckets = SimpleNamespace(_pad_to_bucket=lambda n, sizes: min(s for s in sizes if s >= n))
     whole = make_instance(
@@ -349,6 +379,41 @@ def check_server_options() -> dict[str, Any]:
     return {"refused": said.getvalue()}
 
 
+def check_unified_memory() -> dict[str, str]:
+    """What the tree's own checks of ``--enable-unified-memory`` say; empty where they say nothing.
+
+    The rest of SGLang's argument processing needs a GPU.
+    """
+    from inkling_sconv.proof.checkpoint import write_checkpoint
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    checks: list[Any] = [
+        getattr(ServerArgs, f"_{name}", None)
+        or getattr(importlib.import_module("sglang.srt.arg_groups.kv_cache_hook"), name)
+        for name in ("handle_unified_memory_pool", "handle_page_major_kv_layout")
+    ]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "tiny"
+        write_checkpoint(model)
+        for algorithm, backend in itertools.product((None, "EAGLE"), ("triton", "fa4")):
+            options = [f"--model-path={model}", "--enable-unified-memory"]
+            options += [f"--attention-backend={backend}", "--speculative-eagle-topk=1"]
+            if algorithm is not None:
+                options.append(f"--speculative-algorithm={algorithm}")
+            with mock.patch.object(ServerArgs, "__post_init__", lambda self: None):
+                arguments = ServerArgs.from_cli_args(parser.parse_args(options))
+            try:
+                for check in checks:
+                    check(arguments)
+                found[f"{algorithm}, {backend}"] = ""
+            except AssertionError as error:
+                found[f"{algorithm}, {backend}"] = str(error)
+    return found
+
+
 def play(scenario: str) -> dict[str, Any]:
     """Run one scenario in this process, which it spoils."""
     import draft_pools
@@ -361,7 +426,9 @@ def play(scenario: str) -> dict[str, Any]:
         "draft-states": draft_pools.compare_draft_states,
         "draft-pools": draft_pools.compare_pools,
         "track-slots": draft_pools.name_track_slots,
+        "unified-pools": draft_pools.compare_unified_pools,
         "server-options": check_server_options,
+        "unified-memory": check_unified_memory,
     }
     with contextlib.redirect_stdout(sys.stderr):
         # What a wrong fix leaves blank has no JSON of its own.

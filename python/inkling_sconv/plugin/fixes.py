@@ -97,7 +97,14 @@ def _keep_draft_checkpoints(module: ModuleType) -> None:
     @wrapt.patch_function_wrapper(multi_step_runner, "_allocate_buffers")
     def allocate(wrapped: Any, runner: Any, args: Any, kwargs: Any) -> Any:
         buffers = wrapped(*args, **kwargs)
-        if not _translates_slots_on_host(runner):
+        if _translates_slots_on_host(runner):
+            # The import that logged the fix as applied came before the pool.
+            log(
+                logging.WARNING,
+                "draft-checkpoint: slots are translated on the host, as in a unified pool; "
+                "draft-extend graphs keep no checkpoints.",
+            )
+        else:
             buffers.mamba_track_indices = torch.zeros(
                 runner.max_bs, dtype=torch.int64, device=buffers.seq_lens.device
             )

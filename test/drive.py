@@ -17,6 +17,7 @@ stdin, forks a child for each, and prints what the child found as JSON. A job is
 ``checks``    no plugin: what ``inkling_sconv.plugin.advice`` prints.
 ``status``    what ``python -m inkling_sconv`` prints.
 ``designs``   no plugin: the checks of ``test/designs.py``, for the crashing tree.
+``launches``  no plugin: the checks of ``test/launches.py``.
 
 Every other scenario is one of ``test/fix_scenarios.py``.
 """
@@ -184,7 +185,7 @@ def play(scenario: str, folder: str | None) -> dict[str, Any]:
         return classify_files(Path(folder))
     if scenario in MAINS:
         return run_main(importlib.import_module(MAINS[scenario]))
-    if scenario in ("mutants", "designs"):
+    if scenario in ("mutants", "designs", "launches"):
         return importlib.import_module(scenario).run_all()
     return importlib.import_module("fix_scenarios").play(scenario)
 

@@ -3,10 +3,8 @@
 Scenarios of ``test/drive.py``. Each returns what it found, for JSON.
 """
 
-import argparse
 import contextlib
 import importlib
-import io
 import itertools
 import json
 import logging
@@ -366,19 +364,6 @@ def check_wrong_fixes() -> dict[str, str]:
     return found
 
 
-def check_server_options() -> dict[str, Any]:
-    """What the tree's own parser says of the options that our servers start with."""
-    from inkling_sconv.proof.server import BASE_OPTIONS, TINY_OPTIONS, list_mtp_options
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        parser.parse_args(["--model-path=x", *BASE_OPTIONS, *TINY_OPTIONS, *list_mtp_options(8)])
-        return {"refused": None}
-    return {"refused": said.getvalue()}
-
-
 def check_unified_memory() -> dict[str, str]:
     """What the tree's own checks of ``--enable-unified-memory`` say; empty where they say nothing.
 
@@ -427,7 +412,6 @@ def play(scenario: str) -> dict[str, Any]:
         "draft-pools": draft_pools.compare_pools,
         "track-slots": draft_pools.name_track_slots,
         "unified-pools": draft_pools.compare_unified_pools,
-        "server-options": check_server_options,
         "unified-memory": check_unified_memory,
     }
     with contextlib.redirect_stdout(sys.stderr):

@@ -170,6 +170,21 @@ def test_registering_twice_grafts_once(drive):
     check_grafted(seen, "crashing", seen["log"])
 
 
-@pytest.mark.parametrize("tree", releases.RELEASES)
-def test_the_options_of_our_servers_are_its_options(drive, tree):
-    assert drive(tree, "server-options") == {"refused": None}
+@pytest.mark.parametrize("tree", releases.TREES)
+def test_it_would_start_our_servers(drive, tree):
+    seen = drive(tree, "launches")
+    # Speculation by 2 and 8 heads, NGRAM or none, the prefill graphs, both caches, and the soak.
+    assert len(seen["servers"]) >= 8 and len(seen["pools"]) >= 4
+    assert not any(seen["servers"].values()), seen["servers"]
+    assert not any(seen["pools"].values()), seen["pools"]
+    parsed, completed, checked = seen["changed"].values()
+    assert parsed == "sglang serve: error: unrecognized arguments: --no-such-option"
+    assert completed.startswith("sglang/srt/") and "should be in range (0, 1.0]" in completed
+    assert checked.startswith("sglang/srt/") and ": AssertionError" in checked
+    refused = (
+        "sglang/srt/entrypoints/openai/serving_inkling.py, _check_served_tokenizer: ValueError"
+    )
+    assert (seen["tokenizer"] or "").startswith(refused) == (tree == "0.5.23"), seen["tokenizer"]
+    missing = "sglang/srt/mem_cache/swa_memory_pool.py, get_key_buffer: KeyError: 1"
+    full = missing if tree == "0.5.21" else None
+    assert seen["unbanded"] == {"2": full, "8": full}

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,17 @@ def test_an_unusable_answer_is_named(spoil, fault):
 
 
 NOT_SERVED = "server: it did not serve within 1 s"
+NOT_STARTED = f"SGLang {version('sglang')} did not start: "
 
 
 @pytest.mark.parametrize(
     "fault, error",
     (
-        ("crashes", "AttributeError: 'NoneType' object has no attribute 'shape'; server: it ended"),
+        (
+            "crashes",
+            f"{NOT_STARTED}AttributeError: 'NoneType' object has no attribute 'shape'; "
+            "server: it ended with 1 before it served; log: ",
+        ),
         ("quits", "server: it ended with 3 before it served;"),
         ("never-listens", f"{NOT_SERVED};"),
         ("never-serves", f"{NOT_SERVED};"),
@@ -251,6 +257,63 @@ def test_a_port_is_free_and_none_of_outgoing_connections(monkeypatch):
         draws = iter([port, port, 23456])
         monkeypatch.setattr(server.random, "randrange", lambda *_: next(draws))
         assert server.find_free_port() == 23456
+
+
+def make_traceback(*frames: str, error: str) -> str:
+    """A traceback as Python prints it; a frame is ``FILE FUNCTION``."""
+    lines = ["Traceback (most recent call last):"]
+    for file, function in map(str.split, frames):
+        lines += [f'  File "{file}", line 7, in {function}', f"    {function}()", "    ^^^^^"]
+    return "\n".join([*lines, error, ""])
+
+
+IN_RUNNER = ("/usr/lib/asyncio/runners.py run", "/x/sglang/python/sglang/srt/a/b.py <lambda>")
+IN_TORCH = (*IN_RUNNER, "/x/site-packages/torch/c.py d")
+LEFT = make_traceback("/usr/lib/multiprocessing/e.py f", error="EOFError")
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    (
+        (
+            make_traceback(*IN_TORCH, error="KeyError: 1"),
+            "sglang/srt/a/b.py, <lambda>: KeyError: 1",
+        ),
+        # As uvicorn and a scheduler log it, and what processes around them say afterwards.
+        (
+            f"[2026-01-01] ERROR:    {make_traceback(*IN_RUNNER, error='ValueError: a; b')}\n"
+            f"[2026-01-01] ERROR: Application startup failed.\n{LEFT}KeyboardInterrupt\n",
+            "sglang/srt/a/b.py, <lambda>: ValueError: a; b",
+        ),
+        # Of two, the later one; it does not get the place of the one before.
+        (
+            make_traceback(*IN_RUNNER, error="KeyError: 1")
+            + "\nDuring handling of the above exception, another exception occurred:\n\n"
+            + make_traceback("/x/sglang/srt/g.py h", error="pkg.OddError"),
+            "sglang/srt/g.py, h: pkg.OddError",
+        ),
+        (make_traceback(*IN_RUNNER, error="SystemExit: 2") + LEFT, "EOFError"),
+        (
+            "usage: sglang serve [-h]\n[--a A]\nsglang serve: error: unrecognized arguments: --x\n",
+            "sglang serve: error: unrecognized arguments: --x",
+        ),
+        ("launch_server.py: error: argument --a: invalid\n",) * 2,
+        ("[2026-01-01] the cache: error: none\n", None),
+    ),
+)
+def test_where_sglang_raised(tmp_path, text, last):
+    (log := tmp_path / "log").write_text(text)
+    assert server.find_last_exception(log) == (last and last.strip())
+
+
+def test_an_end_without_sglang_has_no_version(tmp_path, monkeypatch):
+    def fail(name: str) -> None:
+        raise server.importlib.metadata.PackageNotFoundError(name)
+
+    (log := tmp_path / "log").write_text("KeyError: 1\n")
+    monkeypatch.setattr(server.importlib.metadata, "version", fail)
+    error = Server(tmp_path, (), log).make_error("it ended", of_start=True)
+    assert str(error) == f"SGLang did not start: KeyError: 1; server: it ended; log: {log}"
 
 
 def test_find_last_exception(tmp_path):
@@ -331,7 +394,7 @@ def command(marker, model, tmp_path) -> Callable[..., subprocess.Popen[str]]:
     "fault, options, code, shown",
     (
         ("healthy", (), 0, ("accept length 2.00", "suffix on a decode-made prefix", "passed\n")),
-        ("crashes", (), 1, ("failed: AttributeError: ", "; log: LOG\n")),
+        ("crashes", (), 1, (f"failed: {NOT_STARTED}AttributeError: ", "; log: LOG\n")),
         (f"{SCORES}/5/0=NaN", ("--json",), 1, ('{"passed": false', "}\n")),
     ),
 )

@@ -1,6 +1,7 @@
 """A real ``sglang.launch_server`` as a context manager, and a client for it."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import random
@@ -28,7 +29,11 @@ GRACE_SECONDS = 30
 _PREFILL_GRAPH = re.compile(
     r"Capture target prefill CUDA graph begin\. backend=(?:\w+\.)?(\w+), num_tokens=\[([\d, ]+)\]"
 )
-_EXCEPTION = re.compile(r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
+# An exception, or what argparse says of an option.
+_EXCEPTION = re.compile(
+    r"^(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$|^([\w. -]+: error: .+)$"
+)
+_FRAME = re.compile(r'^File "(?:[^"]*/)?(sglang/[^"]+)", line \d+, in (\S+)')
 
 BASE_OPTIONS = (
     "--page-size=128",
@@ -149,7 +154,7 @@ class Server:
         while (left := deadline - time.monotonic()) > 0:
             if self.process.poll() is not None:
                 code = self.process.returncode
-                raise self.make_error(f"it ended with {code} before it served")
+                raise self.make_error(f"it ended with {code} before it served", of_start=True)
             with contextlib.suppress(requests.RequestException):
                 status = self.session.get(f"{self.url}/health", timeout=min(5, left)).status_code
                 if status == 200:
@@ -185,9 +190,14 @@ class Server:
             time.sleep(0.02)
         self.process.poll()
 
-    def make_error(self, what: str) -> ServerError:
-        """Make the error for ``what``. It begins with the last exception in the log."""
+    def make_error(self, what: str, *, of_start: bool = False) -> ServerError:
+        """Make the error for ``what``. It begins with the last exception in the log.
+
+        If it is ``of_start``, SGLang's version comes before that.
+        """
         last = find_last_exception(self.log)
+        if last and of_start:
+            last = f"{_name_release()} did not start: {last}"
         return ServerError(f"{last + '; ' if last else ''}server: {what}; log: {self.log}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -359,13 +369,32 @@ def _is_logprob(value: Any) -> bool:
 
 
 def find_last_exception(log: Path) -> str | None:
-    """Find the last line of ``log`` that names an exception."""
+    """Find the last line of ``log`` that names an exception, and where SGLang raised it.
+
+    With its innermost frame in SGLang: ``sglang/srt/FILE.py, FUNCTION: EXCEPTION``. An exception
+    that has such a frame comes before later ones without, which follow from it.
+    """
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return None
-    found = [match[1] for line in lines if (match := _EXCEPTION.match(line.strip()))]
-    return found[-1] if found else None
+    frame, bare, placed = None, None, None
+    for line in map(str.strip, lines):
+        if "Traceback (most recent call last)" in line:
+            frame = None
+        elif match := _FRAME.match(line):
+            frame = match
+        elif match := _EXCEPTION.match(line):
+            bare = match[1] or match[2]
+            if frame:
+                placed, frame = f"{frame[1]}, {frame[2]}: {bare}", None
+    return placed or bare
+
+
+def _name_release() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"SGLang {importlib.metadata.version('sglang')}"
+    return "SGLang"
 
 
 def find_prefill_graph(log: Path) -> str:

@@ -267,7 +267,11 @@ def make_traceback(*frames: str, error: str) -> str:
     return "\n".join([*lines, error, ""])
 
 
-IN_RUNNER = ("/usr/lib/asyncio/runners.py run", "/x/sglang/python/sglang/srt/a/b.py <lambda>")
+IN_RUNNER = (
+    "/usr/lib/asyncio/runners.py run",
+    "/x/sglang/python/sglang/launch.py main",
+    "/x/sglang/python/sglang/srt/a/b.py <lambda>",
+)
 IN_TORCH = (*IN_RUNNER, "/x/site-packages/torch/c.py d")
 LEFT = make_traceback("/usr/lib/multiprocessing/e.py f", error="EOFError")
 
@@ -278,6 +282,11 @@ LEFT = make_traceback("/usr/lib/multiprocessing/e.py f", error="EOFError")
         (
             make_traceback(*IN_TORCH, error="KeyError: 1"),
             "sglang/srt/a/b.py, <lambda>: KeyError: 1",
+        ),
+        # Its message has a line that looks like another one.
+        (
+            make_traceback(*IN_RUNNER, error="ImportError: none loads\n\nOSError: no libcuda"),
+            "sglang/srt/a/b.py, <lambda>: ImportError: none loads",
         ),
         # As uvicorn and a scheduler log it, and what processes around them say afterwards.
         (

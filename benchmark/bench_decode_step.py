@@ -43,8 +43,6 @@ from summary import format_summary, summarize
 SUFFIX_TOKENS = 96
 PROFILED_STEPS = 30
 NO_PREFILL_GRAPH = "--cuda-graph-backend-prefill=disabled"
-# More than the profiled steps can give if every draft is accepted: the trace is whole by then.
-PROFILED_TOKENS = 200
 
 
 def collect_answers(server: Server, vocabulary: int) -> dict[str, list[list[float]]]:
@@ -71,7 +69,9 @@ def collect_answers(server: Server, vocabulary: int) -> dict[str, list[list[floa
     }
 
 
-def record_profile(server: Server, vocabulary: int, batch: int, folder: Path) -> Profile:
+def record_profile(
+    server: Server, vocabulary: int, batch: int, heads: int, folder: Path
+) -> Profile:
     """Profile decode steps of ``batch`` requests; ``folder`` keeps the trace.
 
     Raises:
@@ -92,7 +92,8 @@ def record_profile(server: Server, vocabulary: int, batch: int, folder: Path) ->
         "record_shapes": False,
     }
     server.post("/start_profile", request)
-    server.generate(prompts, PROFILED_TOKENS)
+    # More than the profiled steps can give if every draft is accepted: the trace is whole by then.
+    server.generate(prompts, 2 * PROFILED_STEPS * (heads + 1))
     traces = [path for path in folder.iterdir() if "decode" in path.name.lower()]
     if len(traces) != 1:
         raise TraceError(f"{folder}: {len(traces)} traces of decode steps in it")
@@ -196,7 +197,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
                             answers[key] = collect_answers(running, vocabulary)
                         say(f"{label(*key)}: profiling {PROFILED_STEPS} steps of {batch} requests")
                         traces = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
-                        profile = record_profile(running, vocabulary, batch, Path(traces))
+                        profile = record_profile(running, vocabulary, batch, key[1], Path(traces))
                         profiles[(*key, batch)] = profile
                         found["batches"][str(batch)] = summarize_profile(profile)
                     except (ServerError, TraceError) as error:

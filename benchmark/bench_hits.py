@@ -45,7 +45,7 @@ DISTANCES = (1, 2, 4, 8, 16, 32, 64)
 """How many tokens of a prompt follow the checkpoint."""
 ANSWERS = (8, 32, 128)
 """Lengths of an answer in tokens."""
-PROMPTS = 12
+PROMPTS = 8
 DECODE, PREFILL, COLD = "decode", "prefill", "cold"
 
 
@@ -84,7 +84,10 @@ def make_prompts(server: Server, vocabulary: int) -> list[list[int]]:
 def measure(
     server: Server, vocabulary: int, kind: str
 ) -> tuple[dict[str, dict[str, Any]], list[list[int]]]:
-    """Figures by distance and answer length of prompts whose checkpoint ``kind`` made; answers."""
+    """Figures of prompts whose checkpoint ``kind`` made, and their answers.
+
+    By distance, ``steps`` of all prompts together and ``ms`` have an entry for each of ``ANSWERS``.
+    """
     figures, answers = {}, []
     for distance in DISTANCES:
         # Anew for each distance, since the answers leave checkpoints of their own.
@@ -99,12 +102,10 @@ def measure(
             tokens, reached = time_answer(server, ids, 0 if kind == COLD else CHECKPOINT)
             timed.append(reached)
             answers.append(tokens)
+        by_length = [[*zip(*answers_at, strict=True)] for answers_at in zip(*timed, strict=True)]
         figures[str(distance)] = {
-            str(length): {
-                "steps": sum(reached[place][0] for reached in timed),
-                "ms": summarize([reached[place][1] for reached in timed]),
-            }
-            for place, length in enumerate(ANSWERS)
+            "steps": [sum(steps) for steps, _ in by_length],
+            "ms": [summarize(ms) for _, ms in by_length],
         }
     return figures, answers
 
@@ -118,12 +119,12 @@ def make_table(measured: dict[str, Any], figure: str) -> Table:
     for heading in ("past it", "tokens", *(f"{name}: {kind}" for name, kind in columns)):
         table.add_column(heading)
     for distance in map(str, DISTANCES):
-        for length in map(str, ANSWERS):
+        for place, length in enumerate(ANSWERS):
             cells = [
-                measured[name]["figures"][kind][distance][length][figure] for name, kind in columns
+                measured[name]["figures"][kind][distance][figure][place] for name, kind in columns
             ]
             shown = [str(c) if figure == "steps" else format_summary(c, 1) for c in cells]
-            table.add_row(distance, length, *shown)
+            table.add_row(distance, str(length), *shown)
     return table
 
 

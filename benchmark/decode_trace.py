@@ -15,8 +15,8 @@ VERIFY, DRAFT, OTHER, OUTSIDE = "target verify", "draft-extend", "other graph", 
 PARTS = (VERIFY, DRAFT, OTHER, OUTSIDE)
 _OPERATIONS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-# In the names of both kernels that end a draft-extend convolution, CUDA's and Triton's.
-_DRAFT_KERNEL = "draft_extend"
+# In the names of the kernels that end a draft-extend convolution: SGLang's two, and ours.
+_DRAFT_KERNELS = ("draft_extend", "draft_conv_state")
 _LONGEST_NAME = 80
 
 
@@ -73,7 +73,8 @@ def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> P
     """The decode steps of ``batch`` requests in a trace.
 
     A graph's operations carry the correlation id of its launch. The time of the launch says in
-    which step it was; SGLang's ``step[TARGET_VERIFY bs=N]`` spans mark the steps.
+    which step it was; SGLang's ``step[TARGET_VERIFY bs=N]`` spans mark the steps,
+    ``step[VERIFY bs=N]`` in newer releases.
 
     Raises:
         TraceError: there is no whole step.
@@ -100,23 +101,23 @@ def profile_steps(events: Sequence[dict[str, Any]], batch: int, path: Path) -> P
     if not operations and not found.unplaced:
         raise TraceError(f"{path}: no GPU operation in it")
 
-    verifications = [span for span in spans if span[2].startswith("step[TARGET_VERIFY ")]
+    verifications = [span for span in spans if "VERIFY " in span[2]]
     part_of: dict[int, str] = {}
     for correlation, ran in operations.items():
         start, is_graph = launched.get(correlation, (math.nan, False))
         if not is_graph:
             part_of[correlation] = OUTSIDE
-        elif any(_DRAFT_KERNEL in operation.name for operation in ran):
+        elif any(kernel in operation.name for operation in ran for kernel in _DRAFT_KERNELS):
             part_of[correlation] = DRAFT
         elif any(first <= start < last for first, last, _ in verifications):
             part_of[correlation] = VERIFY
         else:
             part_of[correlation] = OTHER
-    wanted = f"step[TARGET_VERIFY bs={batch}]"
+    wanted = f"VERIFY bs={batch}]"
     marks = [(start, name) for start, _, name in spans if "DRAFT_EXTEND" not in name]
     marks.sort()
     # The last step is left out: the profile may end before it does.
-    steps = [number for number, (_, name) in enumerate(marks[:-1]) if name == wanted]
+    steps = [number for number, (_, name) in enumerate(marks[:-1]) if name.endswith(wanted)]
     if not steps:
         raise TraceError(f"{path}: no whole decode step of {batch} requests in it")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_hits import ANSWERS
 from summary import format_summary
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -175,16 +176,29 @@ def list_decode_steps(release: str, record: dict[str, Any]) -> Iterator[tuple[st
                 yield release, name, batch, whole, format_summary(us["step"], 1)
 
 
-def format_kernel_changes(record: dict[str, Any]) -> Iterator[str]:
-    """How many launches of which part each contender adds to the first one's, at one request."""
-    added: dict[tuple[str, str], dict[bool, float]] = {}
-    for name, batch, part, _, more in record["kernel changes"]:
+def list_kernel_changes(release: str, record: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The launches that each contender adds to the first one's and removes, at one request."""
+    changed: dict[tuple[str, str], dict[str, float]] = {}
+    for name, batch, part, kernel, more in record["kernel changes"]:
         if batch == 1:
-            of = added.setdefault((name, part), {True: 0.0, False: 0.0})
-            of[more > 0] += more
-    for (name, part), of in added.items():
-        yield f"- *{name}*, {part}: {of[True]:+.0f} and {of[False]:+.0f} launches"
-    yield ""
+            short = kernel.removeprefix("void ").partition("<")[0]
+            of = changed.setdefault((name, part), {})
+            of[short] = of.get(short, 0.0) + more
+    for (name, part), of in changed.items():
+        kernels = (f"{more:+.0f} `{kernel}`" for kernel, more in of.items() if more)
+        yield release, name, part, f"{sum(of.values()):+.0f}", ", ".join(kernels)
+
+
+def list_hits(measured: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Decode steps of all prompts, and milliseconds, by how far past the checkpoint they end."""
+    columns = [one["figures"][kind] for one in measured.values() for kind in one["figures"]]
+    for distance in columns[0]:
+        for place, length in enumerate(ANSWERS):
+            cells = (
+                f"{of[distance]['steps'][place]}; {of[distance]['ms'][place]['median']:.0f}"
+                for of in columns
+            )
+            yield distance, str(length), *cells
 
 
 def list_designs(release: str) -> Iterator[str]:
@@ -301,14 +315,25 @@ distance of the quartiles in brackets. *exempt*: the crashing fork with our meth
 the same with `INKLING_SCONV_DRAFT_EXTEND=inert`.
 """
 CHANGES = """\
-Launches that each contender adds to a decode step (+) and removes (-), at one request:
+Launches that each contender adds to those of the first one with as many heads (+) and removes (-),
+at one request:
+"""
+HITS = """\
+## Answers after a hit
+
+`python benchmark/bench_hits.py {names} --heads {heads}`, SGLang {release}: {prompts} prompts that
+end 1 to 64 tokens past a checkpoint at 128 tokens. *cold*: on an empty cache. *decode*: the
+checkpoint is from decoding, as in the next turn of a chat. *prefill*: it is from a prefill, as with
+a shared system prompt. Decode steps of all prompts until an answer has 8, 32 and 128 tokens; then the median
+of milliseconds from the request to that token, one request at a time. The tiny server is bound by
+its host, so steps say more than milliseconds. {differing} answers differ.
 """
 REFRESH = """\
 ## The refresh
 
-`python benchmark/bench_refresh.py --sglang-kernel FILE --json OUT.json --plot OUT.svg`, one run,
-SGLang {release}; FILE is SGLang 0.5.22's `sconv_tracking.py`. Medians, in brackets half the
-distance of the quartiles. A round captures its graphs anew: where they lie moves a launch by a
+`python benchmark/bench_refresh.py --json OUT.json --plot OUT.svg`, one run, SGLang {release}.
+*SGLang's kernel* is the release's own; before 0.5.22 it is that of 0.5.22 (`--sglang-kernel`).
+Medians, in brackets half the distance of the quartiles. A round captures its graphs anew: where they lie moves a launch by a
 tenth.
 """
 SOAK = """\
@@ -316,8 +341,7 @@ SOAK = """\
 
 SGLang {release} as published, MTP, pools of 3072 tokens and 48 conv states, 32 clients: shared
 prefixes, conversations, aborts, flushes, retraction (`make gpu-test`,
-`INKLING_SCONV_SOAK_REQUESTS`). It ran apart
-from the `TestSoak` under Runs.
+`INKLING_SCONV_SOAK_REQUESTS`).
 """
 
 
@@ -368,11 +392,37 @@ def make_page() -> Iterator[str]:
         ]
         yield from make_table(("SGLang", "contender", "requests", "launches", "GPU us"), rows)
         yield CHANGES
-        for one in filter(None, steps.values()):
-            yield from format_kernel_changes(one)
-            compared = sum(c["compared"] for c in one["comparisons"])
-            differing = sum(c["differing"] for c in one["comparisons"])
-            yield f"{differing} of {compared} output tokens, steps and logprobs differ.\n"
+        rows = [
+            row
+            for release, one in steps.items()
+            if one
+            for row in list_kernel_changes(release, one)
+        ]
+        yield from make_table(("SGLang", "contender", "part", "launches", "kernels"), rows)
+        for release, one in steps.items():
+            if one:
+                compared = sum(c["compared"] for c in one["comparisons"])
+                differing = sum(c["differing"] for c in one["comparisons"])
+                yield f"{release}: {differing} of {compared} tokens, steps and logprobs differ.\n"
+    for release in list_releases():
+        if hits := load(release, "hits"):
+            labels = [name.split(", ") for name in hits["contenders"]]
+            names, heads = (" ".join(dict.fromkeys(column)) for column in zip(*labels, strict=True))
+            heads = heads.replace("heads", "").replace("  ", " ").strip()
+            counts = {key: hits[key] for key in ("prompts", "differing")}
+            yield HITS.format(release=release, names=names, heads=heads, **counts)
+            for count in heads.split():
+                of_heads = {
+                    name.partition(",")[0]: one
+                    for name, one in hits["contenders"].items()
+                    if name.endswith(f", {count} heads")
+                }
+                columns = [
+                    f"{name}, {kind}" for name, one in of_heads.items() for kind in one["figures"]
+                ]
+                columns = [column.replace("stock, cold", "cold") for column in columns]
+                yield f"{count} heads:\n"
+                yield from make_table(("tokens past it", "answer", *columns), list_hits(of_heads))
     for release in list_releases():
         if mutants := [*list_mutants(release)]:
             yield f"## Wrong versions on {release}\n"

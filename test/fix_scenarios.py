@@ -3,6 +3,7 @@
 Scenarios of ``test/drive.py``. Each returns what it found, for JSON.
 """
 
+import argparse
 import contextlib
 import importlib
 import itertools

@@ -18,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701  torch names no other
 
-CAREFUL = settings(max_examples=200, deadline=None)
+# A first example can take a minute where servers start on the same cores.
+CAREFUL = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A wrong kernel only has to be caught: no need to shrink what caught it.
 QUICK = settings(
     max_examples=150,

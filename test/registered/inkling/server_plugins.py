@@ -78,8 +78,8 @@ def zero_draft_checkpoints() -> None:
         rows, length, _ = hidden_states.shape
         base = seq_lens[:rows] - (length - kwargs["front"])
         end = base + accepted[:rows]
-        interval = kwargs["interval"]
-        kept = (accepted[:rows] >= 0) & (end // interval * interval > base)
+        interval, reach = kwargs["interval"], max(kwargs["front"] - cache.shape[1], 0)
+        kept = (accepted[:rows] >= 0) & (end // interval * interval > base - reach)
         # Slot 0 is the dummy of every pool.
         cache.index_fill_(0, (track_slots[:rows] * kept).long(), 0)
 

@@ -324,17 +324,17 @@ HITS = """\
 `python benchmark/bench_hits.py {names} --heads {heads}`, SGLang {release}: {prompts} prompts that
 end 1 to 64 tokens past a checkpoint at 128 tokens. *cold*: on an empty cache. *decode*: the
 checkpoint is from decoding, as in the next turn of a chat. *prefill*: it is from a prefill, as with
-a shared system prompt. Decode steps of all prompts until an answer has 8, 32 and 128 tokens; then the median
-of milliseconds from the request to that token, one request at a time. The tiny server is bound by
-its host, so steps say more than milliseconds. {differing} answers differ.
+a shared system prompt. Decode steps of all prompts until an answer has 8, 32 and 128 tokens; then
+the median of milliseconds from the request to that token, one request at a time. The tiny server is
+bound by its host, so steps say more than milliseconds. {differing} answers differ.
 """
 REFRESH = """\
 ## The refresh
 
 `python benchmark/bench_refresh.py --json OUT.json --plot OUT.svg`, one run, SGLang {release}.
 *SGLang's kernel* is the release's own; before 0.5.22 it is that of 0.5.22 (`--sglang-kernel`).
-Medians, in brackets half the distance of the quartiles. A round captures its graphs anew: where they lie moves a launch by a
-tenth.
+Medians, in brackets half the distance of the quartiles. A round captures its graphs anew: where
+they lie moves a launch by a tenth.
 """
 SOAK = """\
 ## Soak
@@ -363,7 +363,16 @@ def make_page() -> Iterator[str]:
         if verified := load(release, "verify"):
             seen = (f"{c['differing']} of {c['compared']}" for c in verified["comparisons"])
             state = "passed" if verified["passed"] else "failed"
-            yield f"`inkling-sconv verify` on {release}: {state}, {', '.join(seen)} differ.\n"
+            how = ""
+            if "seconds" in verified:
+                how = (
+                    f" {verified['heads']} MTP heads; prefill graph: {verified['prefill_graph']}; "
+                    f"{verified['seconds']:.0f} s, {verified['start_seconds']:.0f} s of them to "
+                    "start the server, on a warm kernel cache."
+                )
+            yield (
+                f"`inkling-sconv verify` on {release}: {state}, {', '.join(seen)} differ.{how}\n"
+            )
     yield FIXES
     yield from make_release_table(("fix",), list_fixed())
     yield STEPS_TEXT

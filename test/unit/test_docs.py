@@ -200,6 +200,7 @@ SCENES: dict[str, list[tuple[str, dict[str, str | None]]]] = {
         ("late", {"mode": "force"}),
         ("fixes", {"INKLING_SCONV_FIXES": ""}),
         ("fixes", {"INKLING_SCONV_FIXES": "draft-state"}),
+        ("fixes", {"INKLING_SCONV_FIXES": "draft-state,banana"}),
         ("fixes", {"INKLING_SCONV_FIXES": "banana"}),
         ("fixes-fail", {"INKLING_SCONV_FIXES": ""}),
     ],
@@ -207,6 +208,8 @@ SCENES: dict[str, list[tuple[str, dict[str, str | None]]]] = {
         ("late", {}),
         ("late", {"mode": "fast"}),
         ("fixes", {"INKLING_SCONV_FIXES": "draft-checkpoint"}),
+        ("fixes", {"INKLING_SCONV_FIXES": "draft-extend,draft-checkpoint,draft-window"}),
+        ("fixes", {"INKLING_SCONV_FIXES": ","}),
     ],
     "0.5.22": [
         ("late", {}),

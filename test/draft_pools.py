@@ -30,6 +30,7 @@ from inkling_sconv.plugin import backend as plugin_backend
 from inkling_sconv.plugin import convolution as plugin_convolution
 from inkling_sconv.plugin.convolution import InklingShortConvolution
 from inkling_sconv.probe import backend as probe
+from inkling_sconv.probe import runners as probe_runners
 from inkling_sconv.probe.stand_ins import (
     AllOn,
     Blank,
@@ -50,12 +51,23 @@ def import_convolution() -> Any:
 
 
 @contextlib.contextmanager
-def configure(module: Any, interval: int) -> Iterator[None]:
-    """Turn tracking on in any release, with a boundary every ``interval`` tokens."""
-    settings = SimpleNamespace(mamba_track_interval=interval, enable_mamba_extra_buffer=True)
-    # Goes into the kernel, which takes a bool.
-    enabled = mock.patch.object(module, "mamba_extra_buffer_enabled", lambda: True, create=True)
-    with enabled, use_configuration(vars(module), AllOn(mamba=settings)):
+def configure(
+    module: Any, interval: int, grid: int | None = None, *, extra_buffer: bool = True
+) -> Iterator[None]:
+    """Set what a release's convolution reads."""
+    settings = SimpleNamespace(mamba_track_interval=interval)
+    if not hasattr(module, "get_server_args"):
+        settings.enable_mamba_extra_buffer = extra_buffer
+    configuration = AllOn(mamba=settings, enable_mamba_extra_buffer=extra_buffer)
+    with (
+        # First, since it patches functions that are SGLang's own.
+        use_configuration(vars(module), configuration),
+        probe_runners.use_track_grid(module, interval, grid or interval),
+        contextlib.ExitStack() as stack,
+    ):
+        if hasattr(module, name := "mamba_extra_buffer_enabled"):
+            # Goes into the kernel, which takes a bool.
+            stack.enter_context(mock.patch.object(module, name, lambda: extra_buffer))
         yield
 
 

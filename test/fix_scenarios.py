@@ -250,7 +250,20 @@ def make_draft_runners(module: Any, backends: list[Any]) -> tuple[Any, Any]:
 
 def check_draft_window(module: Any) -> None:
     """A request of six tokens, in the state as 3, 4 and 5, accepts three more."""
-    for interval, kept in ((4, [5, 6, 7]), (8, [5, 6, 7]), (16, [0, 0, 0])):
+    import draft_pools
+
+    context = importlib.import_module(names.CONFIG_MODULES[0])
+    has_grid = hasattr(context, names.TRACK_GRID)
+    # The last one as in releases with a grid, whichever this is.
+    for interval, grid, extra_buffer, make_grid, crossed in (
+        (4, 4, True, False, True),
+        (8, 8, True, False, True),
+        (16, 16, True, False, False),
+        (8, 8, False, False, False),
+        (8, 16, True, False, not has_grid),
+        (8, 16, True, True, False),
+    ):
+        made = mock.patch.object(context, names.TRACK_GRID, lambda _: None, create=True)
         slots = torch.tensor([1])
         convolution = make_instance(
             module.ShortConvolution,
@@ -266,9 +279,12 @@ def check_draft_window(module: Any) -> None:
             spec_info=Stub(num_accept_tokens=torch.tensor([3]), num_front_tokens=2),
         )
         rows = torch.arange(4.0, 10.0)[:, None]
-        configuration = AllOn(mamba=AllOn(mamba_track_interval=interval))
-        with use_configuration(vars(module), configuration):
+        with (
+            made if make_grid else contextlib.nullcontext(),
+            draft_pools.configure(module, interval, grid, extra_buffer=extra_buffer),
+        ):
             convolution._update_sconv_cache_for_draft_extend(batch, cache, slots - 1, rows)
+        kept = [5, 6, 7] if crossed else [0, 0, 0]
         assert cache[:, :, 0].tolist() == [[6, 7, 8], kept]
 
 

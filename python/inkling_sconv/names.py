@@ -32,6 +32,9 @@ SHORT_CONVOLUTION_MODULE = "sglang.srt.models.inkling_common.sconv"
 SCHEDULE_BATCH_MODULE = "sglang.srt.managers.schedule_batch"
 SPEC_UTILS_MODULE = "sglang.srt.speculative.spec_utils"
 
+TRACK_GRID = "mamba_track_grid"
+"""Since 0.5.19: gives the tokens between two checkpoints of decoding, from the page size."""
+
 CONFIG_MODULES = ("sglang.srt.runtime_context", "sglang.srt.server_args")
 """Where the functions that return SGLang's configuration are defined."""
 

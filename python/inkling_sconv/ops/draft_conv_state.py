@@ -65,7 +65,7 @@ def update_draft_conv_state_ref(
             save no checkpoints. A negative slot saves none: SGLang 0.5.22 and newer give one to a
             request whose slots have been freed.
         front: how many of the ``T`` rows are front rows.
-        interval: tokens between two checkpoint boundaries (``mamba_track_interval``).
+        interval: tokens between two checkpoint boundaries (SGLang's ``mamba_track_grid``).
     """
     window = cache.shape[1]
     reach = max(front - window, 0)

@@ -21,8 +21,8 @@ class InklingShortConvolution:
         """Move the draft's conv state forward after a draft-extend step; save its checkpoints.
 
         Args:
-            forward_batch: SGLang's draft-extend batch. If it has no ``mamba_track_indices``, no
-                checkpoint is saved.
+            forward_batch: SGLang's draft-extend batch. Without ``mamba_track_indices``, or with the
+                server's extra buffer off, no checkpoint is saved.
             sconv_cache: ``[slots, window, D]``, written in place.
             cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
             hidden_states: ``[rows, T, D]`` or ``[rows * T, D]``: the convolution's input.
@@ -33,13 +33,14 @@ class InklingShortConvolution:
         # Since SGLang 0.5.22 the metadata holds the checkpoint slots.
         metadata = self._conv_state(forward_batch)
         slots = getattr(metadata, TRACK_CACHE_INDICES, forward_batch.mamba_track_indices)
+        interval = self._inkling_sconv_interval()
         update_draft_conv_state(
             hidden_states,
             sconv_cache,
             cache_indices,
             forward_batch.spec_info.num_accept_tokens,
             forward_batch.seq_lens,
-            slots,
+            slots if interval else None,
             front=getattr(forward_batch.spec_info, "num_front_tokens", 0),
-            interval=self._inkling_sconv_interval(),
+            interval=interval or 1,
         )

@@ -6,6 +6,7 @@ serve other models too, but fixes are tested with Inkling only.
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,11 +144,27 @@ def _translates_slots_on_host(runner: Any) -> bool:
 def _place_draft_checkpoints(module: ModuleType) -> None:
     """Replace the method that moves the draft's conv state on and keeps its checkpoint."""
     cls = module.ShortConvolution
-    cls._inkling_sconv_interval = staticmethod(
-        lambda: int(module.get_exec().mamba.mamba_track_interval)
-    )
+    cls._inkling_sconv_interval = staticmethod(lambda: _read_track_grid(module))
     name = "_update_sconv_cache_for_draft_extend"
     setattr(cls, name, vars(InklingShortConvolution)[name])
+
+
+def _read_track_grid(module: ModuleType) -> int:
+    """Read how many tokens are between two checkpoints of decoding; 0 if it keeps none."""
+    mamba = module.get_exec().mamba
+    # Releases differ in who knows whether the extra buffer is on.
+    if hasattr(module, "mamba_extra_buffer_enabled"):
+        keeps = module.mamba_extra_buffer_enabled()
+    elif hasattr(mamba, "enable_mamba_extra_buffer"):
+        keeps = mamba.enable_mamba_extra_buffer
+    else:
+        keeps = module.get_server_args().enable_mamba_extra_buffer()
+    if not keeps:
+        return 0
+    context = importlib.import_module(names.CONFIG_MODULES[0])
+    if hasattr(context, names.TRACK_GRID):
+        return int(getattr(context, names.TRACK_GRID)(context.get_schedule().page_size))
+    return int(mamba.mamba_track_interval)
 
 
 def _clear_draft_states_once(module: ModuleType) -> None:

@@ -5,7 +5,9 @@ method calls or reads. It raises what the method raises.
 """
 
 import collections
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 from inkling_sconv.names import (
     BUFFER_REGISTRY_MODULE,
     CLEAR_FIELDS,
+    CONFIG_MODULES,
     SCHEDULE_BATCH_MODULE,
     SPEC_UTILS_MODULE,
+    TRACK_GRID,
     TRACK_INDICES,
     TRACK_MASK,
 )
@@ -126,12 +130,11 @@ def misplaces_draft_checkpoints(module: ModuleType) -> bool:
     """Whether draft-extend saves a window other than the one that ends on the boundary.
 
     A request of six tokens accepts three more. The boundary is at eight, and each row holds its
-    position. Tried without front rows, and with four.
+    position. Tried without front rows, with four, and where checkpoints lie on a grid of 16.
     """
     interval, window, base, accepted, width = 8, 3, 6, 3, 3
-    configuration = AllOn(mamba=AllOn(mamba_track_interval=interval))
     slots = torch.tensor([1])
-    for front in (0, 4):
+    for front, grid in ((0, interval), (4, interval), (0, 2 * interval)):
         conv = make_instance(
             module.ShortConvolution,
             "_update_sconv_cache_for_draft_extend",
@@ -149,13 +152,34 @@ def misplaces_draft_checkpoints(module: ModuleType) -> bool:
         scatter = module.fused_draft_extend_sconv_cache
         module.fused_draft_extend_sconv_cache = _update_cache_ref  # type: ignore[attr-defined]
         try:
-            with use_configuration(vars(module), configuration):
+            with use_track_grid(module, interval, grid) as has_grid:
                 conv._update_sconv_cache_for_draft_extend(batch, cache, torch.tensor([0]), rows)
         finally:
             module.fused_draft_extend_sconv_cache = scatter  # type: ignore[attr-defined]
-        if cache[1, :, 0].tolist() != list(range(interval - window, interval)):
+        crossed = grid == interval or not has_grid
+        kept = list(range(interval - window, interval)) if crossed else [0] * window
+        if cache[1, :, 0].tolist() != kept:
             return True
     return False
+
+
+@contextlib.contextmanager
+def use_track_grid(module: ModuleType, interval: int, grid: int) -> Iterator[bool]:
+    """Set ``mamba_track_interval`` for a module, and the grid of checkpoints if SGLang has one.
+
+    Yields whether it has one. Without it, ``interval`` alone counts.
+    """
+    context = importlib.import_module(CONFIG_MODULES[0])
+    configuration = AllOn(mamba=AllOn(mamba_track_interval=interval))
+    has_grid = hasattr(context, TRACK_GRID)
+    with (
+        use_configuration(vars(context), configuration),
+        use_configuration(vars(module), configuration),
+    ):
+        # ``use_configuration`` restores it.
+        if has_grid:
+            setattr(context, TRACK_GRID, lambda _: grid)
+        yield has_grid
 
 
 def _update_cache_ref(

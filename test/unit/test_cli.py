@@ -130,10 +130,11 @@ def test_doctor(share_process, tree, tmp_path):
     assert ("0.5.22" in verdicts["limit"]) == (state != "exempt")
     # A row names its fix, and holds where the tree does not need it.
     harms = {row["fix"]: row["verdict"] for row in report["rows"] if row["fix"]}
-    assert [name for name in ALL if harms.pop(name) != "holds"] == HARMS[tree] and not harms
-    fast = "INKLING_SCONV=fast " if state == "guarded" else ""
-    by_default = state in ("untracked", "crashing")
-    setting = "" if by_default else f"{fast}INKLING_SCONV_FIXES={','.join(HARMS[tree])}"
+    assert [name for name in ALL if harms.pop(name, "holds") != "holds"] == HARMS[
+        tree
+    ] and not harms
+    # On the other states, what the tree needs is on by default.
+    setting = f"INKLING_SCONV_FIXES={','.join(HARMS[tree])}" if state == "guarded" else ""
     assert report["setting"] == setting
 
     shown = run("doctor", root)
@@ -156,7 +157,12 @@ def test_doctor(share_process, tree, tmp_path):
     (
         ("crashing", "draft-state", "", ""),
         # What is on by default, or named already, has to be named too.
-        ("crashing", "prefill-tracking", "", ",".join(ALL)),
+        (
+            "crashing",
+            "prefill-tracking",
+            "",
+            "prefill-rows,prefill-tracking,draft-checkpoint,draft-window,draft-state",
+        ),
         ("guarded", "prefill-rows", "draft-state", "prefill-rows,draft-state"),
         ("unknown", "prefill-rows", "", ""),
     ),

@@ -71,15 +71,19 @@ def _check(
 
 
 def check_backend(backend: type) -> Iterator[Row]:
-    """Run every check on ``backend``. A check that raises anything unexpected counts as broken."""
+    """Run every check on ``backend``.
+
+    A check that raises anything unexpected counts as broken, and no fix is known to cure that.
+    """
     for check in _CHECKS:
+        fix = check.fix
         try:
             seen, verdict = check.run(backend), Verdict.HOLDS
         except _UnmetError as error:
             seen, verdict = str(error), check.if_unmet
         except Exception as error:
-            seen, verdict = describe_error(error), Verdict.BROKEN
-        yield Row(check.asked, check.change, verdict, " ".join(seen.split()), check.fix)
+            seen, verdict, fix = describe_error(error), Verdict.BROKEN, ""
+        yield Row(check.asked, check.change, verdict, " ".join(seen.split()), fix)
 
 
 def _require(condition: Any, seen: str) -> None:

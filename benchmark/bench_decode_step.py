@@ -117,11 +117,6 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     }
 
 
-def label(name: str, heads: int) -> str:
-    """A contender as records name it."""
-    return f"{name}, {heads} heads"
-
-
 def make_table(measured: dict[str, Any], batches: Sequence[int]) -> Table:
     """Launches and GPU microseconds per decode step, contender by contender."""
     table = Table(title="per decode step: median (half the distance of the quartiles)")
@@ -163,7 +158,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
         console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False)
 
     keys = [(name, heads) for heads in options.heads for name in environments]
-    measured = {label(*key): {"batches": {}, "error": None} for key in keys}
+    measured = {contenders.label(*key): {"batches": {}, "error": None} for key in keys}
     answers: dict[tuple[str, int], dict[str, list[list[float]]]] = {}
     profiles: dict[tuple[str, int, int], Profile] = {}
     report: dict[str, Any] = {"machine": machine, "contenders": measured}
@@ -176,33 +171,32 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
         for batch in options.batches:
             servers = {}
             for name, heads in keys:
-                stem = name.replace("+", "-").replace(",", "-")
                 servers[name, heads] = Server(
                     models[heads],
                     (*BASE_OPTIONS, *TINY_OPTIONS, *list_mtp_options(heads), NO_PREFILL_GRAPH),
-                    options.log_dir / f"server-{stem}-{heads}-{batch}.log",
+                    contenders.make_log(options.log_dir, name, heads, batch),
                     environment=environments[name],
                     **server,
                 )
             say(f"starting {len(servers)} servers for {batch} requests")
             with contenders.start_servers(servers) as failures:
                 for key, running in servers.items():
-                    found = measured[label(*key)]
+                    found = measured[contenders.label(*key)]
                     try:
                         if (failure := failures[key]) is not None:
                             raise failure
                         vocabulary = verify.read_vocabulary_size(models[key[1]])
                         if key not in answers:
-                            say(f"{label(*key)}: comparing answers")
+                            say(f"{contenders.label(*key)}: comparing answers")
                             answers[key] = collect_answers(running, vocabulary)
-                        say(f"{label(*key)}: profiling {PROFILED_STEPS} steps of {batch} requests")
+                        say(f"{contenders.label(*key)}: profiling {batch} requests")
                         traces = tempfile.mkdtemp(prefix=f"trace-{batch}-", dir=options.log_dir)
                         profile = record_profile(running, vocabulary, batch, key[1], Path(traces))
                         profiles[(*key, batch)] = profile
                         found["batches"][str(batch)] = summarize_profile(profile)
                     except (ServerError, TraceError) as error:
                         found["error"] = str(error)
-                        say(f"{label(*key)}: failed: {error}")
+                        say(f"{contenders.label(*key)}: failed: {error}")
             report["comparisons"] = compare_answers(answers)
             report["kernel changes"] = compare_kernels(profiles)
             # After each round, so that an interrupted run keeps what it has.
@@ -234,7 +228,9 @@ def compare_answers(
             continue
         found += [
             asdict(
-                equality.compare(f"{label(name, heads)}: {what}", bases[heads][what], mine[what])
+                equality.compare(
+                    f"{contenders.label(name, heads)}: {what}", bases[heads][what], mine[what]
+                )
             )
             for what in mine
         ]
@@ -248,7 +244,7 @@ def compare_kernels(profiles: dict[tuple[str, int, int], Profile]) -> list[list[
         base = bases.setdefault((heads, batch), profile)
         if profile is not base:
             changes = list_kernel_changes(base, profile)
-            found += [[label(name, heads), batch, *change] for change in changes]
+            found += [[contenders.label(name, heads), batch, *change] for change in changes]
     return found
 
 

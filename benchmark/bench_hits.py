@@ -146,8 +146,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
             (name, heads): Server(
                 models[heads],
                 (*BASE_OPTIONS, *TINY_OPTIONS, *list_mtp_options(heads)),
-                options.log_dir
-                / f"server-hits-{name.replace('+', '-').replace(',', '-')}-{heads}.log",
+                contenders.make_log(options.log_dir, "hits", name, heads),
                 environment=environments[name],
                 **server,
             )
@@ -157,7 +156,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
         with contenders.start_servers(servers) as failures:
             for (name, heads), running in servers.items():
                 found: dict[str, Any] = {"figures": {}, "error": None}
-                measured[f"{name}, {heads} heads"] = found
+                measured[contenders.label(name, heads)] = found
                 try:
                     if (failure := failures[name, heads]) is not None:
                         raise failure
@@ -165,29 +164,32 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
                     # Without a hit the contenders are alike: once is enough.
                     kinds = (DECODE, PREFILL) if heads in expected else (COLD, DECODE, PREFILL)
                     for kind in kinds:
-                        console.print(f"{name}, {heads} heads: {kind}", highlight=False)
+                        console.print(f"{contenders.label(name, heads)}: {kind}", highlight=False)
                         figures, answers = measure(running, vocabulary, kind)
                         found["figures"][kind] = figures
                         base = expected.setdefault(heads, answers)
                         differing += sum(a != b for a, b in zip(base, answers, strict=True))
                 except ServerError as error:
-                    found["error"] = str(error)
-    report = {
-        "machine": machine,
-        "prompts": PROMPTS,
-        "differing": differing,
-        "contenders": measured,
-    }
-    if options.json:
-        write_file(options.json, json.dumps(report).encode())
+                    found |= {"figures": {}, "error": str(error)}
+                report = {
+                    "machine": machine,
+                    "prompts": PROMPTS,
+                    "differing": differing,
+                    "contenders": measured,
+                }
+                # After each server, so that an interrupted run keeps what it has.
+                if options.json:
+                    write_file(options.json, json.dumps(report).encode())
     whole = {name: one for name, one in measured.items() if not one["error"]}
     for heads in options.heads:
-        of_heads = {name: one for name, one in whole.items() if name.endswith(f", {heads} heads")}
+        names = [contenders.label(name, heads) for name in environments]
+        of_heads = {name: whole[name] for name in names if name in whole}
         for figure in ("steps", "ms"):
             console.print(make_table(of_heads, figure))
     console.print(f"{differing} answers differ from the first contender's cold ones")
-    for name in measured.keys() - whole.keys():
-        console.print(f"failed: {name}: {measured[name]['error']}", highlight=False)
+    for name, one in measured.items():
+        if one["error"]:
+            console.print(f"failed: {name}: {one['error']}", highlight=False)
     return 1 if differing or len(whole) < len(measured) else 0
 
 

@@ -80,17 +80,30 @@ def describe_machine() -> dict[str, str]:
 def start_servers(servers: Mapping[Key, Server]) -> Iterator[dict[Key, ServerError | None]]:
     """Start ``servers`` at once. Yields why each failed to start, or None, and ends all of them."""
 
-    def start(server: Server) -> ServerError | None:
+    def wait(server: Server) -> ServerError | None:
         try:
-            server.__enter__()
+            server.wait()
         except ServerError as error:
             return error
         return None
 
     with ThreadPoolExecutor(max(1, len(servers))) as pool, contextlib.ExitStack() as stack:
+        # Launched by this thread, which an interrupt reaches: none is launched after the stop.
         for server in servers.values():
             stack.callback(server.stop)
-        yield dict(zip(servers, pool.map(start, servers.values()), strict=True))
+            server.launch()
+        yield dict(zip(servers, pool.map(wait, servers.values()), strict=True))
+
+
+def label(name: str, heads: int) -> str:
+    """A contender as records name it."""
+    return f"{name}, {heads} heads"
+
+
+def make_log(folder: Path, *parts: object) -> Path:
+    """The log of a server that ``parts`` tell from others; contenders' names are among them."""
+    stem = "-".join(map(str, parts)).replace("+", "-").replace(",", "-")
+    return folder / f"server-{stem}.log"
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,6 +128,10 @@ class Parser(argparse.ArgumentParser):
     def parse(self, command_line: Sequence[str] | None) -> argparse.Namespace:
         """The options; a wrong one ends the process with one line and exit 2."""
         options = self.parse_args(command_line)
+        for given in (options.contenders, options.heads):
+            for one in given:
+                if given.count(one) > 1:
+                    self.error(f"{one} is named twice")
         if options.json and not options.json.absolute().parent.is_dir():
             self.error(f"--json {options.json}: no such folder")
         return options

@@ -66,8 +66,13 @@ STEPS, FIRST_STEP = "tokens per decode step", "tokens of the first decode step"
 
 def list_releases() -> list[str]:
     """The releases that have records, the newest first."""
-    names = [path.name for path in RECORDS.iterdir() if path.is_dir()]
-    return sorted(names, key=lambda name: [int(part) for part in name.split(".")], reverse=True)
+    names = {path.parent.name for path in RECORDS.glob("*/*.json")}
+    # A tree that is no release, such as a commit, comes last.
+    return sorted(
+        names,
+        key=lambda name: [int(n) for n in re.findall(r"^\d+(?=\.)|(?<=\.)\d+", name)],
+        reverse=True,
+    )
 
 
 def load(release: str, name: str) -> dict[str, Any]:
@@ -368,7 +373,7 @@ def make_page() -> Iterator[str]:
                 how = (
                     f" {verified['heads']} MTP heads; prefill graph: {verified['prefill_graph']}; "
                     f"{verified['seconds']:.0f} s, {verified['start_seconds']:.0f} s of them to "
-                    "start the server, on a warm kernel cache."
+                    "start the server."
                 )
             yield (
                 f"`inkling-sconv verify` on {release}: {state}, {', '.join(seen)} differ.{how}\n"
@@ -415,17 +420,19 @@ def make_page() -> Iterator[str]:
                 yield f"{release}: {differing} of {compared} tokens, steps and logprobs differ.\n"
     for release in list_releases():
         if hits := load(release, "hits"):
-            labels = [name.split(", ") for name in hits["contenders"]]
+            labels = [name.rpartition(", ")[::2] for name in hits["contenders"]]
             names, heads = (" ".join(dict.fromkeys(column)) for column in zip(*labels, strict=True))
             heads = heads.replace("heads", "").replace("  ", " ").strip()
             counts = {key: hits[key] for key in ("prompts", "differing")}
             yield HITS.format(release=release, names=names, heads=heads, **counts)
             for count in heads.split():
                 of_heads = {
-                    name.partition(",")[0]: one
+                    name.rpartition(", ")[0]: one
                     for name, one in hits["contenders"].items()
-                    if name.endswith(f", {count} heads")
+                    if name.endswith(f", {count} heads") and one["figures"]
                 }
+                if not of_heads:
+                    continue
                 columns = [
                     f"{name}, {kind}" for name, one in of_heads.items() for kind in one["figures"]
                 ]
@@ -471,7 +478,8 @@ def take_records(folder: Path) -> Path:
     Returns the folder of the release that they are of. JUnit files become ``runs.json``.
     """
     files = {path.stem: path for path in sorted(folder.rglob("*.json"))}
-    out = RECORDS / json.loads(files["machine"].read_text())["sglang"]
+    machine = json.loads(files["machine"].read_text())
+    out = RECORDS / machine.get("tree", machine["sglang"])
     out.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         record = json.loads(_PATH.sub("", path.read_text()))

@@ -184,6 +184,8 @@ def test_a_server_that_fails_leaves_the_others_measured(bench, capsys, fault):
         (("fast+draft-window,",), "'fast+draft-window,' is not one of"),
         (("stock", "--batches", "9"), "from 1 to 8"),
         (("stock", "--heads", "0"), "from 1 to 8"),
+        (("stock", "stock"), "stock is named twice"),
+        (("stock", "--heads", "2", "2"), "2 is named twice"),
         (("stock", "--json", "/nowhere/x"), "no such folder"),
     ),
 )

@@ -379,7 +379,8 @@ def test_a_stream_that_breaks_off(spoil, fault, error):
 @pytest.fixture
 def model(tmp_path) -> Path:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"text_config": {"vocab_size": 500}}')
+    config = {"mtp_config": {"num_nextn_predict_layers": 2}, "text_config": {"vocab_size": 500}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     return tmp_path / "model"
 
 
@@ -486,6 +487,9 @@ def test_bad_input_is_one_line(monkeypatch, model, tmp_path):
         (("--model", model, "--timeout=nan"), "--timeout"),
         (("--model", config), "Not a directory"),
         (("--model", tmp_path / "none"), "No such file or directory"),
+        (("--model", model, "--heads=3"), "has 2 MTP heads, not 3; set --heads"),
+        (("--model", model, "--heads=0"), "--heads"),
+        (("--model", model, "--heads=x"), "--heads"),
     ):
         assert error in read_one_line(*options)
     for text, error in (

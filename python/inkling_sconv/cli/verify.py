@@ -63,6 +63,8 @@ def verify(
             write_checkpoint(model, mtp_heads=heads)
             options = TINY_OPTIONS
         vocabulary = verification.read_vocabulary_size(model)
+        if not no_speculation:
+            verification.check_heads(model, heads)
         with console.status("") as status:
             result = verification.verify(
                 model,

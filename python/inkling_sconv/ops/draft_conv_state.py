@@ -16,8 +16,8 @@ For the same reason a checkpoint can be wrong: head ``i``, counted from 0, saves
 are not verified if the step accepts fewer than ``i`` tokens after the boundary. So a later step
 saves the checkpoint again, from front rows, while the boundary is that near. SGLang names the slot
 of the crossing until it has processed the step's result, which the scheduler does after it has
-launched the next step. Then it names the request's other slot, which nothing reads until the next
-crossing fills it.
+launched the next step. Then it names the request's other slot. The prefix cache gets that one only
+after another crossing has filled it.
 """
 
 import torch
@@ -50,7 +50,8 @@ def update_draft_conv_state_ref(
         rows     = cat(state, hidden_states[r])             # rows[0]: base - reach - window
         boundary = floor((base + n) / interval) * interval
         offset   = boundary - (base - reach)
-        cache[track_slots[r]]   = rows[offset:][:window]    # if offset > 0 and the slot >= 0
+        # If offset > 0, boundary > 0 and the slot >= 0:
+        cache[track_slots[r]]   = rows[offset:][:window]
         cache[cache_indices[r]] = rows[n + reach :][:window]
 
     Args:
@@ -76,8 +77,9 @@ def update_draft_conv_state_ref(
         slot = int(cache_indices[r])
         rows = torch.cat([cache[slot, : max(window - front, 0)], own])
         base = int(seq_lens[r]) - (own.shape[0] - front)
-        offset = (base + n) // interval * interval - (base - reach)
-        if track_slots is not None and offset > 0 and track_slots[r] >= 0:
+        boundary = (base + n) // interval * interval
+        offset = boundary - (base - reach)
+        if track_slots is not None and min(offset, boundary) > 0 and track_slots[r] >= 0:
             cache[int(track_slots[r])] = rows[offset : offset + window]
         cache[slot] = rows[n + reach : n + reach + window]
 
@@ -117,9 +119,10 @@ if triton is not None:
 
         if track_slots is not None:
             base = tl.load(seq_lens + row).to(tl.int64) - WIDTH
-            offset = (base + n) // INTERVAL * INTERVAL - (base - REACH)
+            boundary = (base + n) // INTERVAL * INTERVAL
+            offset = boundary - (base - REACH)
             slot = tl.load(track_slots + row).to(tl.int64)
-            if (offset > 0) & (slot >= 0):
+            if (offset > 0) & (boundary > 0) & (slot >= 0):
                 kept = cache + slot * cache_slot + channel
                 for w in tl.static_range(WINDOW):
                     at = offset + w

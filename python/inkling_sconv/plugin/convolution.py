@@ -25,11 +25,14 @@ class InklingShortConvolution:
                 server's extra buffer off, no checkpoint is saved.
             sconv_cache: ``[slots, window, D]``, written in place.
             cache_indices: ``[>= rows]``, integer: the slot of each request's own state.
-            hidden_states: ``[rows, T, D]`` or ``[rows * T, D]``: the convolution's input.
+            hidden_states: ``[rows, T, D]``, or ``[rows * T + padding, D]`` with less than ``rows``
+                rows of padding: the convolution's input.
         """
         rows = forward_batch.batch_size
         if hidden_states.dim() == 2:
-            hidden_states = hidden_states.unflatten(0, (rows, -1))
+            # Where tokens are split over GPUs, SGLang pads their number past whole requests.
+            width = len(hidden_states) // rows
+            hidden_states = hidden_states[: rows * width].unflatten(0, (rows, width))
         # Since SGLang 0.5.22 the metadata holds the checkpoint slots.
         metadata = self._conv_state(forward_batch)
         slots = getattr(metadata, TRACK_CACHE_INDICES, forward_batch.mamba_track_indices)

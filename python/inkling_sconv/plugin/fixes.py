@@ -84,6 +84,8 @@ def _leave_draft_extend_alone(module: ModuleType) -> None:
 
     for backend in find_backends(module):
         wrapt.wrap_function_wrapper(backend, names.REFRESH, refresh)
+        if not leaves_draft_extend_alone(backend):
+            raise RuntimeError(f"{backend.__qualname__} does not leave draft-extend alone")
 
 
 def _keep_draft_checkpoints(module: ModuleType) -> None:

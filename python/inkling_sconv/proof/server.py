@@ -24,6 +24,7 @@ HOST = "127.0.0.1"
 # Below the ports of outgoing connections (32768 to 60999), so that none of them takes the port
 # before the server listens.
 PORTS = (20000, 30000)
+_GIVEN_PORTS: set[int] = set()
 # The scheduler needs some of this time to give its CUDA context back.
 GRACE_SECONDS = 30
 _PREFILL_GRAPH = re.compile(
@@ -128,17 +129,8 @@ class Server:
 
     def __enter__(self) -> "Server":
         try:
-            with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    self.command,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # A process group: one signal reaches the scheduler and the detokenizer too.
-                    start_new_session=True,
-                )
-            self._wait()
+            self.launch()
+            self.wait()
         except BaseException:
             self.stop()
             raise
@@ -147,7 +139,25 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _wait(self) -> None:
+    def launch(self) -> None:
+        """Start the server's processes. Whoever calls this calls ``stop``."""
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A process group: one signal reaches the scheduler and the detokenizer too.
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until ``/health`` answers.
+
+        Raises:
+            ServerError: the server ended, or took too long.
+        """
         assert self.process is not None
         deadline = time.monotonic() + self.start_seconds
         why, pause = "", 0.05
@@ -372,20 +382,19 @@ def find_last_exception(log: Path) -> str | None:
     """Find the last line of ``log`` that names an exception, and where SGLang raised it.
 
     With its innermost frame in SGLang: ``sglang/srt/FILE.py, FUNCTION: EXCEPTION``. An exception
-    that has such a frame comes before later ones without, which follow from it.
+    that has such a frame comes before later ones without, which follow from it; what argparse says
+    of an option comes before both.
     """
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
     frame, bare, placed = None, None, None
-    for line in map(str.strip, lines):
+    for line in map(str.strip, (read_log(log) or "").splitlines()):
         if "Traceback (most recent call last)" in line:
             frame = None
         elif match := _FRAME.match(line):
             frame = match
         elif match := _EXCEPTION.match(line):
-            bare = match[1] or match[2]
+            if match[2]:
+                return match[2]
+            bare = match[1]
             if frame:
                 placed, frame = f"{frame[1]}, {frame[2]}: {bare}", None
     return placed or bare
@@ -398,21 +407,38 @@ def _name_release() -> str:
 
 
 def find_prefill_graph(log: Path) -> str:
-    """Find the backend and the sizes of the prefill graphs that a server captured, or ``none``."""
-    found = _PREFILL_GRAPH.search(log.read_text(errors="replace"))
+    """Find the backend and the sizes of the prefill graphs that a server captured, or ``none``.
+
+    ``unknown``, if the log cannot be read.
+    """
+    text = read_log(log)
+    if text is None:
+        return "unknown"
+    found = _PREFILL_GRAPH.search(text)
     return f"{found[1].lower()} ({found[2]} tokens)" if found else "none"
 
 
+def read_log(log: Path) -> str | None:
+    """Read a log. None, if it is not a regular file: reading a pipe would wait for its writer."""
+    try:
+        return log.read_text(errors="replace") if log.is_file() else None
+    except OSError:
+        return None
+
+
 def find_free_port() -> int:
-    """Find a port in ``PORTS`` that is free now.
+    """Find a port in ``PORTS`` that is free now, and that this process was not given before.
 
     Raises:
         ServerError: 100 random ones are taken.
     """
     for _ in range(100):
         port = random.randrange(*PORTS)
+        if port in _GIVEN_PORTS:
+            continue
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind((HOST, port))
+            _GIVEN_PORTS.add(port)
             return port
     raise ServerError(f"no free port among 100 from {PORTS[0]} to {PORTS[1]}")
 

@@ -67,6 +67,27 @@ def read_vocabulary_size(model: Path) -> int:
         OSError: the file cannot be read.
         UserError: it is not JSON, has no ``vocab_size``, or one too small to draw prompts from.
     """
+    size = _read_count(model, "vocab_size")
+    if size is None:
+        raise UserError(f"{model / 'config.json'} names no vocab_size")
+    if size < 3:
+        raise UserError(f"{model / 'config.json'}: vocab_size {size} leaves nothing to draw from")
+    return size
+
+
+def check_heads(model: Path, heads: int) -> None:
+    """Check that the checkpoint has as many MTP heads, if its ``config.json`` says how many.
+
+    Raises:
+        OSError: the file cannot be read.
+        UserError: it is not JSON, or names fewer.
+    """
+    there = _read_count(model, "num_nextn_predict_layers")
+    if there is not None and there < heads:
+        raise UserError(f"{model} has {there} MTP heads, not {heads}; set --heads")
+
+
+def _read_count(model: Path, name: str) -> int | None:
     file = model / "config.json"
     try:
         pending: list[Any] = [json.loads(file.read_bytes())]
@@ -75,13 +96,10 @@ def read_vocabulary_size(model: Path) -> int:
     while pending:
         node = pending.pop(0)
         if isinstance(node, dict):
-            size = node.get("vocab_size")
-            if type(size) is int:
-                if size < 3:
-                    raise UserError(f"{file}: vocab_size {size} leaves nothing to draw from")
-                return size
+            if type(count := node.get(name)) is int:
+                return count
             pending += node.values()
-    raise UserError(f"{file} names no vocab_size")
+    return None
 
 
 def verify(

@@ -58,7 +58,7 @@ def needs_crashing_fork(case: Any) -> Any:
         "without its exemption and its guard this SGLang's refresh would still not crash: "
         f"{CRASHING_TREE} can name a tree that does"
     )
-    missing = HAS_GPU and CRASHING_TREE not in os.environ and _is_exempt()
+    missing = HAS_GPU and not os.environ.get(CRASHING_TREE) and _is_exempt()
     return needs_gpu(unittest.skipIf(missing, reason)(case))
 
 
@@ -185,5 +185,7 @@ def record(name: str, **figures: Any) -> None:
         "Python": platform.python_version(),
         **{name: version(name) for name in ("sglang", "torch", "triton")},
     }
+    if given := os.environ.get(CRASHING_TREE):
+        machine["tree"] = Path(given).resolve().name
     for stem, content in ((name, figures), ("machine", machine)):
         (LOGS / f"{stem}.json").write_text(json.dumps(content, indent=1, default=asdict))

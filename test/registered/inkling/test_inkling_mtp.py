@@ -170,7 +170,7 @@ class MtpIsExact(harness.OneServer):
         self.figures[comparison.name] = comparison
         self.assertEqual({*comparison.cached}, {CHECKPOINT})
         if self.keeps_draft_checkpoints:
-            # The windows differ from a cold run's in their last bits.
+            # The windows are close to a cold run's, not equal.
             self.assertGreater(hit, 0.9 * cold, comparison)
 
     def test_sglang_s_own_kl_helpers(self) -> None:
@@ -283,10 +283,10 @@ class DraftIsBehind:
     plugins: tuple[str, ...] = ()
     logged = ""
 
-    def test_steps_after_a_hit_differ(self) -> None:
+    def test_the_first_step_gives_fewer_tokens(self) -> None:
         environment = harness.make_environment(
             *map(harness.make_plugin, self.plugins),
-            # On guarded trees, only our method gives a checkpoint a destination.
+            # On guarded trees, a checkpoint would have no destination otherwise.
             INKLING_SCONV="fast",
             INKLING_SCONV_FIXES=",".join(self.fixes) or "none",
         )

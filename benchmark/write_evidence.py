@@ -358,6 +358,9 @@ def make_page() -> Iterator[str]:
         [load(release, "machine").get(key, "-") for key in keys] for release in list_releases()
     )
     yield from make_table(keys, machines)
+    for release in list_releases():
+        if note := load(release, "machine").get("note"):
+            yield f"{release}: {note}\n"
     yield START_UP
     crash = (("its last exception",), lambda release: load(release, "mtp-crash").get("error", "-"))
     yield from make_release_table(("",), [crash])

@@ -23,7 +23,7 @@ from kernel_tools import load_copy
 UPDATE = "_update_sconv_cache_for_draft_extend"
 
 
-@pytest.mark.parametrize("flat", (True, False))
+@pytest.mark.parametrize("flat", ("padded", True, False))
 @pytest.mark.parametrize("release", ("before front rows", "slots in the batch", "in the metadata"))
 def test_the_method(release, flat):
     def update(hidden: torch.Tensor, cache: torch.Tensor, **rest: Any) -> None:
@@ -47,6 +47,9 @@ def test_the_method(release, flat):
             _inkling_sconv_interval=lambda: rest["interval"],
         )
         hidden = hidden.flatten(0, 1) if flat else hidden
+        if flat == "padded":
+            # Less than one row a request, as where tokens are split over GPUs.
+            hidden = torch.cat([hidden, hidden.new_full((step.rows - 1, hidden.shape[1]), 9)])
         assert getattr(convolution, UPDATE)(batch, cache, rest["cache_indices"], hidden) is None
 
     for step in BATCHES:

@@ -21,7 +21,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/mypy .github/scripts
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/zizmor --offline --quiet .github $(FORK_WORKFLOW)
+	$(BIN)/zizmor --offline --quiet --persona=auditor --min-severity=low .github $(FORK_WORKFLOW)
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml $(FORK_WORKFLOW)
 
 format: $(VENV)/ready

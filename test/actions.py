@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = ROOT / ".github" / "workflows"
 REPOSITORY, NUMBER = "octo/inkling", 7
 PULL = f"repos/{REPOSITORY}/pulls/{NUMBER}"
-COMMENTED, BEFORE, AFTER = "2026-11-30T12:00:00Z", "2026-11-30T11:00:00Z", "2026-11-30T12:00:01Z"
+REVIEWS = f"{PULL}/reviews?per_page=100"
 
+# A text among the answers is printed as it is. One for `POST PATH` is the error of that call.
 GH = """\
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["FAKE_GH"])
@@ -26,10 +27,24 @@ method = arguments[arguments.index("--method") + 1] if "--method" in arguments e
 with (folder / "calls").open("a") as file:
     print(json.dumps([method, arguments[1], data]), file=file)
 answers = json.loads((folder / "answers").read_text())
+if f"{method} {arguments[1]}" in answers:
+    sys.exit(answers[f"{method} {arguments[1]}"])
 if arguments[0] != "api" or (method == "GET" and arguments[1] not in answers):
     sys.exit("gh: Not Found (HTTP 404)")
-print(json.dumps(answers.get(arguments[1], {}) if method == "GET" else {}))
+answer = answers.get(arguments[1], {}) if method == "GET" else {}
+print(answer if isinstance(answer, str) else json.dumps(answer))
 """
+
+
+def make_user(login: str, number: int, kind: str = "User") -> dict[str, Any]:
+    return {"login": login, "id": number, "type": kind}
+
+
+OWNER = make_user("Owner", 1)
+
+
+def name_permission(login: str) -> str:
+    return f"repos/{REPOSITORY}/collaborators/{login}/permission"
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -61,9 +76,16 @@ class GitHub:
         self.folder, self.origin, self.base = folder, folder / "origin", folder / "base"
         commit_files(self.origin, main)
         git(folder, "clone", "-q", "--depth=1", self.origin.as_uri(), str(self.base))
-        write_program(folder / "bin/gh", GH)
+        # Without `site` Python starts twice as fast.
+        write_program(folder / "bin/gh", GH, f"{sys.executable} -IS")
         self.answers: dict[str, Any] = {}
         self.head = ""
+        self.permit(OWNER, "admin")
+
+    def permit(self, user: dict[str, Any], permission: str, role: str | None = None) -> None:
+        """Give ``user`` a permission, and a role if its name is another."""
+        answer = {"permission": permission, "role_name": role or permission, "user": user}
+        self.answers[name_permission(user["login"])] = answer
 
     def open_pull(self, files: dict[str, str]) -> None:
         """Commit ``files`` as the pull request's head; main stays where it is."""
@@ -102,10 +124,12 @@ class GitHub:
         for name, value in self.make_environment(**more).items():
             patch.setenv(name, value)
 
-    def write_event(self, body: str, author: str = "MEMBER", is_pull: bool = True) -> None:
+    def write_event(
+        self, body: str, author: str = "MEMBER", is_pull: bool = True, **fields: Any
+    ) -> None:
         """Write the event of a comment, with the fields of GitHub's that the scripts read."""
         issue = {"number": NUMBER, **({"pull_request": {}} if is_pull else {})}
-        comment = {"body": body, "author_association": author, "created_at": COMMENTED}
+        comment = {"body": body, "author_association": author, "user": OWNER, **fields}
         text = json.dumps({"action": "created", "issue": issue, "comment": comment})
         (self.folder / "event.json").write_text(text)
 
@@ -130,6 +154,11 @@ class GitHub:
         found = [(path, data) for _, path, data in self.calls if "/statuses/" in path]
         return [(path.rpartition("/")[2], data["state"]) for path, data in found]
 
+    @property
+    def contexts(self) -> list[str]:
+        """The context of each status that was set."""
+        return [data["context"] for _, path, data in self.calls if "/statuses/" in path]
+
 
 def load_workflow(name: str) -> dict[str, Any]:
     flow: dict[Any, Any] = yaml.safe_load((WORKFLOWS / name).read_text())
@@ -141,11 +170,17 @@ def execute(
     step: dict[str, Any], folder: Path, environment: dict[str, str], values: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run a step with ``bash -e``; an expression in its ``env`` that has no value is an error."""
-    own = {
-        name: re.sub(r"\$\{\{ (.+?) \}\}", lambda match: values[match[1]], text)
-        for name, text in step.get("env", {}).items()
-    }
+    own = {name: evaluate(text, values) for name, text in step.get("env", {}).items()}
     folder /= step.get("working-directory", ".")
     command = ["bash", "-e", "-c", step["run"]]
     variables = {**environment, **own}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    try:
+        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    except OSError as error:
+        # A variable that is too long fails the step, as on a runner.
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def evaluate(text: str, values: dict[str, str]) -> str:
+    """Put the values of the expressions into ``text``."""
+    return re.sub(r"\$\{\{ (.+?) \}\}", lambda match: values[match[1]], text)

@@ -1,31 +1,35 @@
 """``/rerun-test``: run the tests that a comment on a pull request names, and answer it.
 
-Each job of rerun-test.yml calls one command. ``parse`` reads the comment and decides on commit,
-tests and runner. ``run`` runs the tests. ``report`` answers. Jobs whose token can write run this
-file from the default branch with nothing installed, so it needs only the standard library.
+Each job of rerun-test.yml calls one command. ``parse`` asks whether the author may write, reads the
+comment and decides on commit, tests and runner. ``run`` runs the tests. ``report`` answers. Jobs
+whose token can write run this file from the default branch with nothing installed, so it needs only
+the standard library.
 """
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote
 
 import github_api as github
 from github_api import ActionError
 
 COMMAND = "/rerun-test"
-TRUSTED = ("OWNER", "MEMBER", "COLLABORATOR")
+# Who gets a reply. A member or a collaborator need not have write permission, so we ask.
+KNOWN = ("OWNER", "MEMBER", "COLLABORATOR")
+# GitHub answers `write` for the role `maintain`, and `read` for `triage`.
+MAY_WRITE = ("admin", "write")
 HOSTED = "ubuntu-latest"
 SHORT_NAMES = {
     "captures": "test_inkling_refresh_capture.py",
@@ -33,11 +37,21 @@ SHORT_NAMES = {
     "prefill": "test_inkling_prefill_graph.py",
     "soak": "test_inkling_soak.py",
 }
-REGISTERED, NEEDS_GPU = "test/registered/", ("test/registered/", "test/gpu/")
+REGISTERED = "test/registered/"
+NEEDS_GPU = (
+    REGISTERED,
+    "test/gpu/",
+    "test/unit/test_draft_conv_state.py",
+    "test/unit/test_track_conv_indices.py",
+)
+# Seconds between attempts to set a status: without its last one it stays pending for ever.
+PAUSES = (5, 20)
+MAX_CONTEXT = 200
 MAX_COMMENT, MAX_WORDS, MAX_TESTS, MAX_FILE = 1000, 20, 100, 1_000_000
 
 PLAIN = re.compile(r"[A-Za-z0-9_./: -]+")
 SHA = re.compile(r"[0-9a-f]{40}")
+LOGIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SUITE = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 # No part of a path starts with a dot or a dash, which excludes `..` and options.
@@ -72,10 +86,13 @@ class Job:
     tests: list[str]
 
 
-def read_request(body: str) -> Request | None:
-    """Read ``/rerun-test WHAT... [on RUNNER] [at COMMIT]``; return None for other comments."""
-    if body.split(maxsplit=1)[:1] != [COMMAND] or not body.startswith(COMMAND):
-        return None
+def is_request(body: str) -> bool:
+    """Return whether the comment starts with our command."""
+    return body.startswith(COMMAND) and body.split(maxsplit=1)[:1] == [COMMAND]
+
+
+def read_request(body: str) -> Request:
+    """Read ``/rerun-test WHAT... [on RUNNER] [at COMMIT]``."""
     if len(body) > MAX_COMMENT:
         raise RefusedError(f"The comment has {len(body)} characters; {MAX_COMMENT} are allowed.")
     body = body.rstrip()
@@ -220,7 +237,10 @@ def choose_runner(asked: str | None, ids: Iterable[str], gpu: Sequence[str]) -> 
     if not any(name.startswith(NEEDS_GPU) for name in ids):
         return HOSTED
     if not gpu:
-        raise RefusedError("These tests need a GPU: set the repository variable `GPU_RUNNER`.")
+        raise RefusedError(
+            "These tests need a GPU: set the repository variable `GPU_RUNNER`. "
+            f"`on {HOSTED}` runs what needs none."
+        )
     return gpu[0]
 
 
@@ -231,7 +251,8 @@ Allowed: `{COMMAND} WHAT... [on RUNNER] [at COMMIT]`, on one line.
 - WHAT: a test file under `test/` by path or bare name (`test_inkling_mtp.py`), `FILE::Class`, \
 `FILE::Class::test`, a suite (`base-b-test-1-gpu-large`), or {list_words(SHORT_NAMES)}
 - RUNNER: {list_words((HOSTED, *gpu))}
-- COMMIT: the pull request's head, all 40 digits"""
+- COMMIT: the pull request's head, all 40 digits. A pull request from a fork needs it, unless the \
+last approval by a person with write permission is for the head"""
 
 
 def list_words(words: Iterable[str]) -> str:
@@ -251,47 +272,96 @@ def send_reply(number: int, text: str) -> None:
 
 def set_status(job: Job, state: str, description: str) -> None:
     """Set a status on the commit. Each request has its own context, so none hides another."""
-    github.call_api(
-        f"{github.get_repository()}/statuses/{job.sha}",
-        {
-            "state": state,
-            "context": f"rerun-test: {job.what} on {job.runner}"[:200],
-            "description": description[:140],
-            "target_url": github.get_log_url(),
-        },
-    )
+    context = f"rerun-test: {job.what} on {job.runner}"
+    if len(context) > MAX_CONTEXT:
+        digest = hashlib.sha256(context.encode()).hexdigest()[:12]
+        context = f"{context[: MAX_CONTEXT - len(digest) - 1]} {digest}"
+    data = {
+        "state": state,
+        "context": context,
+        "description": description[:140],
+        "target_url": github.get_log_url(),
+    }
+    for pause in (*PAUSES, None):
+        try:
+            github.call_api(f"{github.get_repository()}/statuses/{job.sha}", data)
+            return
+        except ActionError:
+            if pause is None:
+                raise
+            time.sleep(pause)
 
 
-def find_head(number: int, created: str, expected: str | None) -> str:
-    """Return the pull request's head commit, as it was when the comment was written.
+def may_write(user: Any) -> bool:
+    """Return whether ``user``, of an event or a review, is a person with write permission.
 
-    The author of a pull request from a fork can push other code between the comment and this job.
-    Whoever can push to this repository can run code on its runners anyway.
+    Raises:
+        RefusedError: GitHub does not say.
+    """
+    login, kind = (github.get_field(user, str, key) for key in ("login", "type"))
+    if kind != "User" or not LOGIN.fullmatch(login):
+        return False
+    try:
+        answer = github.call_api(f"{github.get_repository()}/collaborators/{login}/permission")
+        permission = github.get_field(answer, str, "permission")
+        # Somebody else can take a login that its owner gave up.
+        same = github.get_field(answer, int, "user", "id") == github.get_field(user, int, "id")
+        return same and permission in MAY_WRITE
+    except ActionError:
+        raise RefusedError(f"GitHub does not say what permission `{login}` has here.") from None
+
+
+def find_approved(number: int) -> str | None:
+    """Return the commit that the last approval by a person with write permission is for."""
+    path = f"{github.get_repository()}/pulls/{number}/reviews?per_page=100"
+    # Anyone can approve, and each approval that is not left out here costs a call of the API.
+    approvals = [
+        review
+        for review in github.call_api(path, pages=True)
+        if review.get("state") == "APPROVED" and review.get("author_association") in KNOWN
+    ]
+    refused: list[Any] = []
+    for review in sorted(approvals, key=lambda r: str(r.get("submitted_at")), reverse=True):
+        # GitHub names no user if the account was deleted.
+        if (user := review.get("user")) is not None and user not in refused:
+            if may_write(user):
+                return github.get_field(review, str, "commit_id")
+            refused.append(user)
+    return None
+
+
+def find_head(number: int, expected: str | None) -> str:
+    """Return the pull request's head commit if it may run.
+
+    The author of a fork can push other code at any time, so a person with write permission has to
+    name the commit, in the comment or by an approval. Whoever can push to this repository can run
+    code on its runners anyway.
     """
     repository = github.get_repository()
     pull = github.call_api(f"{repository}/pulls/{number}")
-    sha = str(pull["head"]["sha"])
+    sha = github.get_field(pull, str, "head", "sha")
     if not SHA.fullmatch(sha):
         raise ActionError(f"GitHub names no head commit of pull request {number}")
-    if pull["state"] != "open":
+    if github.get_field(pull, str, "state") != "open":
         raise RefusedError("The pull request is closed.")
     if expected is not None:
         if expected != sha:
             raise RefusedError(f"The head is {sha}, not the commit that the comment names.")
         return sha
-    source = pull["head"]["repo"]
-    if source is not None and f"repos/{source['full_name']}" == repository:
+    # A fork that was deleted has no repository.
+    source = github.get_field(pull, dict, "head").get("repo")
+    if source and f"repos/{github.get_field(source, str, 'full_name')}" == repository:
         return sha
-    advice = f"Name the commit: `at {sha}`."
+    advice = f"Look at the head, then approve it or name it: `at {sha}`."
     try:
-        branch = quote(f"refs/heads/{pull['head']['ref']}", safe="")
-        fork = quote(source["full_name"]) if source else ""
-        newest = github.call_api(f"repos/{fork}/activity?per_page=1&ref={branch}")[0]
-        pushed, after = datetime.fromisoformat(newest["timestamp"]), newest["after"]
-    except (ActionError, LookupError, TypeError, ValueError):
-        raise RefusedError(f"GitHub does not say when the head was pushed. {advice}") from None
-    if after != sha or pushed >= datetime.fromisoformat(created):
-        raise RefusedError(f"The branch was pushed to after the comment. {advice}")
+        approved = find_approved(number)
+    except ActionError:
+        raise RefusedError(f"GitHub does not say who approved the fork's head. {advice}") from None
+    if approved != sha:
+        raise RefusedError(
+            "The pull request is from a fork, and the last approval by a person with write "
+            f"permission is {'not for its head' if approved else 'missing'}. {advice}"
+        )
     return sha
 
 
@@ -299,25 +369,29 @@ def read_event() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the comment and the issue of the event that started the workflow."""
     try:
         event = json.loads(Path(github.read_variable("GITHUB_EVENT_PATH")).read_bytes())
-        return event["comment"], event["issue"]
-    except (OSError, LookupError, TypeError, ValueError) as error:
+        return github.get_field(event, dict, "comment"), github.get_field(event, dict, "issue")
+    except (OSError, ValueError, RecursionError, ActionError) as error:
         raise ActionError(f"GITHUB_EVENT_PATH is not the event of a comment: {error}") from None
 
 
 def parse_comment() -> int:
-    """Read the comment, decide on commit, tests and runner, and reply."""
+    """Ask who wrote the comment, read it, decide on commit, tests and runner, and reply."""
     comment, issue = read_event()
-    number = int(issue["number"])
-    # A reply to everyone would let strangers make us write at will.
-    if comment["author_association"] not in TRUSTED or "pull_request" not in issue:
-        print("rerun.py: not a comment by an owner, member or collaborator on a pull request")
+    number = github.get_field(issue, int, "number")
+    user, body = github.get_field(comment, dict, "user"), github.get_field(comment, str, "body")
+    # A reply to everyone would let strangers make us write at will, and one to a bot can make it
+    # comment again. An app can write in the name of a person.
+    is_person = user.get("type") == "User" and not comment.get("performed_via_github_app")
+    is_known = is_person and comment.get("author_association") in KNOWN
+    if not is_known or "pull_request" not in issue or not is_request(body):
+        print(f"rerun.py: not {COMMAND} by an owner, member or collaborator on a pull request")
         return 0
     gpu = read_gpu_labels()
     try:
-        request = read_request(comment["body"])
-        if request is None:
-            return 0
-        sha = find_head(number, comment["created_at"], request.commit)
+        if not may_write(user):
+            raise RefusedError(f"`{COMMAND}` takes write permission to this repository.")
+        request = read_request(body)
+        sha = find_head(number, request.commit)
         # In a private repository git needs the token. This keeps it out of git's configuration
         # and of the command line.
         helper = "credential.helper=!gh auth git-credential"
@@ -325,17 +399,23 @@ def parse_comment() -> int:
         run_git("-c", helper, "fetch", *options, "origin", sha)
         ids = resolve_tests(request.words, Commit(sha))
         runner = choose_runner(request.runner, ids, gpu)
+        job = Job(number, sha, runner, " ".join(request.words), ids)
+        text = json.dumps(asdict(job))
+        if len(text) > github.MAX_OUTPUT:
+            raise RefusedError(
+                f"The names of these tests take {len(text)} bytes; {github.MAX_OUTPUT} are allowed."
+            )
     except RefusedError as refusal:
         send_reply(number, f"No test was started. {refusal}\n\n{describe_usage(gpu)}")
         print(f"rerun.py: refused: {refusal}")
         return 0
-    job = Job(number, sha, runner, " ".join(request.words), ids)
+    # The outputs come first: with them, `report` ends the status even if this job fails here.
+    github.write_output("runner", runner)
+    github.write_output("sha", sha)
+    github.write_output("job", text)
     set_status(job, "pending", f"{len(ids)} to run")
     link = f"[log]({github.get_log_url()})"
     send_reply(job.number, f"Running `{job.what}` at {sha} on `{runner}`: {link}.")
-    github.write_output("runner", runner)
-    github.write_output("sha", sha)
-    github.write_output("job", json.dumps(asdict(job)))
     return 0
 
 
@@ -381,8 +461,9 @@ def report_outcome() -> int:
     """Write the outcome on the pull request and as a status of the commit."""
     job = read_job()
     result, counts = github.read_variable("RERUN_RESULT"), os.environ.get("RERUN_COUNTS", "")
-    state = result if result in ("success", "failure") else "error"
-    outcome = {"success": "passed", "failure": "failed"}.get(result, f"did not finish ({result})")
+    # Without counts, something failed before the tests did.
+    state = result if result == "success" or (result == "failure" and counts) else "error"
+    outcome = {"success": "passed", "failure": "failed"}.get(state, f"did not finish ({result})")
     # The pull request's code can write this output too, so only plain counts get into the reply.
     if re.fullmatch(r"\d{1,6} passed, \d{1,6} failed, \d{1,6} skipped", counts, re.ASCII):
         outcome += f": {counts}"

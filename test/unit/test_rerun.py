@@ -1,16 +1,23 @@
-"""``/rerun-test``: what a comment may run, at which commit, and what is answered."""
+"""``/rerun-test``: whose comment may run what, at which commit, and what is answered."""
 
 import copy
 import importlib.util
+import itertools
 import json
 import re
 import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import actions
+import github_api
+import gpu_test
 import pytest
 import rerun
-from actions import AFTER, BEFORE, COMMENTED, PULL, GitHub
+from actions import NUMBER, OWNER, PULL, REPOSITORY, REVIEWS, GitHub, make_user, name_permission
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,9 +73,14 @@ def parse(github: GitHub, monkeypatch: pytest.MonkeyPatch):
     """Give a comment to ``rerun.py parse``; return the job, or None."""
 
     def _parse(
-        body: str, author: str = "MEMBER", is_pull: bool = True, gpu: str = GPU, more: str = OTHER
+        body: str,
+        author: str = "MEMBER",
+        is_pull: bool = True,
+        gpu: str = GPU,
+        more: str = OTHER,
+        **fields: Any,
     ) -> dict | None:
-        github.write_event(body, author, is_pull)
+        github.write_event(body, author, is_pull, **fields)
         github.set_environment(monkeypatch, GPU_RUNNER=gpu, RERUN_RUNNERS=more)
         monkeypatch.chdir(github.base)
         assert rerun.main(["parse"]) == 0
@@ -165,30 +177,172 @@ def test_strangers_and_other_comments_get_neither_run_nor_reply(github, parse):
     assert parse("/rerun-test test_a.py", is_pull=False) is None and github.calls == []
 
 
-@pytest.mark.parametrize("author", rerun.TRUSTED)
-def test_the_trusted_may_run_tests(github, parse, author):
-    assert parse("/rerun-test test_a.py", author, gpu="", more="")["runner"] == HOSTED
-    assert parse("/rerun-test mtp", author, gpu="", more="") is None
-    assert "`GPU_RUNNER`" in github.replies[0]
+@pytest.mark.parametrize(
+    ("author", "permission", "role", "may"),
+    [
+        ("OWNER", "admin", "admin", True),
+        ("MEMBER", "write", "maintain", True),
+        ("COLLABORATOR", "write", "write", True),
+        ("COLLABORATOR", "read", "triage", False),
+        ("MEMBER", "read", "read", False),
+        ("OWNER", "none", "none", False),
+    ],
+)
+def test_only_write_permission_runs_tests(github, parse, author, permission, role, may):
+    github.permit(person := make_user("Per-son_x", 9), permission, role)
+    job = parse("/rerun-test test_a.py", author, user=person)
+    assert (job is not None) == bool(github.statuses) == may
+    assert may or "takes write permission" in github.replies[0]
+
+
+BOT, HELPER = make_user("helper[bot]", 3, "Bot"), make_user("helper", 4, "Bot")
+
+
+def test_bots_and_apps_get_neither_run_nor_reply(github, parse):
+    # GitHub answers for a bot's login as well.
+    github.permit(HELPER, "write")
+    github.permit(BOT, "write")
+    for fields in ({"user": BOT}, {"user": HELPER}, {"performed_via_github_app": {"id": 5}}):
+        assert parse("/rerun-test test_a.py", **fields) is None and github.calls == []
 
 
 @pytest.mark.parametrize(
-    ("pushed", "after", "reason"),
+    "answer",
     [
-        (BEFORE, None, None),
-        (AFTER, None, "pushed to after the comment"),
-        (COMMENTED, None, "pushed to after the comment"),
-        (BEFORE, "0" * 40, "pushed to after the comment"),
-        ("no time", None, "does not say when"),
+        *(None, "", "{", "[]", "null", "3", '"write"', "[" * 100_000),
+        {},
+        {"permission": "write"},
+        {"permission": ["write"], "user": OWNER},
+        {"permission": None, "user": OWNER},
+        {"permission": "write", "user": None},
+        # The login had another owner when the comment was written.
+        {"permission": "write", "user": {**OWNER, "id": 2}},
     ],
 )
-def test_a_fork_runs_as_it_was_when_the_comment_was_written(github, parse, pushed, after, reason):
+def test_whose_permission_cannot_be_asked_is_refused(github, parse, answer):
+    github.answers[name_permission(OWNER["login"])] = answer
+    if answer is None:
+        del github.answers[name_permission(OWNER["login"])]
+    assert parse("/rerun-test test_a.py") is None and github.statuses == []
+    assert re.search("does not say what permission `Owner` has|takes write perm", github.replies[0])
+
+
+@pytest.mark.parametrize("login", ["../../x", "a/b", "a?b", "", "-x", "a b", "é", "x" * 200 + "/"])
+def test_a_login_of_another_form_is_not_asked_about(github, parse, login):
+    assert parse("/rerun-test test_a.py", user=make_user(login, 1)) is None
+    assert [path for method, path, _ in github.calls if method == "GET"] == []
+
+
+def test_tests_that_need_a_gpu(github, parse):
+    assert parse("/rerun-test test_a.py", gpu="", more="")["runner"] == HOSTED
+    assert parse("/rerun-test mtp", gpu="", more="") is None
+    assert "`GPU_RUNNER`" in github.replies[0] and f"`on {HOSTED}`" in github.replies[0]
+    # What `make gpu-test` runs.
+    parts = {word for part in gpu_test.PARTS.values() for word in part if word.startswith("test/")}
+    for path in map(actions.ROOT.joinpath, parts):
+        for file in path.rglob("test_*.py") if path.is_dir() else (path,):
+            name = str(file.relative_to(actions.ROOT))
+            assert rerun.choose_runner(None, [A, f"{name}::test_it"], [GPU]) == GPU, name
+    for place in rerun.NEEDS_GPU:
+        assert (actions.ROOT / place).exists()
+    assert rerun.choose_runner(None, ["test/unit/test_draft.py"], [GPU]) == HOSTED
+
+
+WRITER, TRIAGER, EVE = make_user("writer", 11), make_user("triager", 12), make_user("eve", 13)
+
+
+HEAD, OLD = "the head", "0" * 40
+
+
+def make_review(user: Any, day: int, commit: str = HEAD, **fields: Any) -> dict:
+    moment = f"2026-11-{day:02}T12:00:00Z"
+    review = {"user": user, "state": "APPROVED", "commit_id": commit, "submitted_at": moment}
+    return {**review, "author_association": "MEMBER", **fields}
+
+
+MISSING, STALE = "by a person with write permission is missing", "permission is not for its head"
+
+
+@pytest.mark.parametrize(
+    ("reviews", "reason"),
+    [
+        ([], MISSING),
+        ([make_review(WRITER, 1)], None),
+        ([make_review(WRITER, 1, OLD), make_review(WRITER, 2)], None),
+        # The fork was pushed to after the approval.
+        ([make_review(WRITER, 1, OLD)], STALE),
+        ([make_review(WRITER, 1), make_review(WRITER, 2, OLD)], STALE),
+        ([make_review(WRITER, 2, OLD), make_review(WRITER, 1)], STALE),
+        # Neither counts: who may not write, and what is no approval.
+        ([make_review(TRIAGER, 1)], MISSING),
+        ([make_review(EVE, 1, author_association="NONE")], MISSING),
+        ([make_review(EVE, 1, author_association="CONTRIBUTOR")], MISSING),
+        ([make_review(BOT, 1)], MISSING),
+        ([make_review(HELPER, 1)], MISSING),
+        ([make_review(None, 1)], MISSING),
+        ([make_review(WRITER, 1), make_review(TRIAGER, 2, OLD)], None),
+        ([make_review(WRITER, 1, state="COMMENTED")], MISSING),
+        ([make_review(WRITER, 1, state="DISMISSED")], MISSING),
+        ([make_review(WRITER, 1, state="CHANGES_REQUESTED")], MISSING),
+        ([make_review(WRITER, 1), make_review(WRITER, 2, OLD, state="COMMENTED")], None),
+        # Nobody can say who is the last.
+        ([make_review(make_user("nobody", 14), 1)], "what permission `nobody` has"),
+        ([make_review(WRITER, 1, commit_id=None)], "who approved"),
+        ([make_review({"login": 3}, 1)], "who approved"),
+        ([make_review("writer", 1)], "who approved"),
+        (["approved"], "who approved"),
+        (None, "who approved"),
+        ("", "who approved"),
+        ("3", "who approved"),
+        ("null", "who approved"),
+        ("[[[]]]", "who approved"),
+    ],
+)
+def test_a_fork_runs_what_is_approved(github, parse, reviews, reason):
+    for user, permission in (
+        (WRITER, "write"),
+        (TRIAGER, "read"),
+        (BOT, "write"),
+        (HELPER, "write"),
+    ):
+        github.permit(user, permission)
     github.answers[PULL]["head"]["repo"] = {"full_name": "eve/inkling"}
-    path = "repos/eve/inkling/activity?per_page=1&ref=refs%2Fheads%2Fa%20branch"
-    github.answers[path] = [{"timestamp": pushed, "after": after or github.head}]
+    if isinstance(reviews, list):
+        for review in (r for r in reviews if isinstance(r, dict)):
+            review["commit_id"] = (
+                github.head if review["commit_id"] == HEAD else review["commit_id"]
+            )
+        # Reviews come in pages.
+        github.answers[REVIEWS] = [reviews[:1], reviews[1:]]
+    elif reviews is not None:
+        github.answers[REVIEWS] = reviews
     assert (parse("/rerun-test test_a.py") is None) == bool(reason)
-    assert not reason or (reason in github.replies[0] and f"at {github.head}" in github.replies[0])
+    if reason:
+        (reply,) = github.replies
+        assert reason in reply and github.statuses == [] and "from a fork needs it" in reply
+        assert "permission `" in reason or f"`at {github.head}`" in reply
+
+
+@pytest.mark.parametrize("source", [{"full_name": "eve/inkling"}, None, {}, 3])
+def test_a_fork_runs_what_is_named(github, parse, source):
+    github.answers[PULL]["head"]["repo"] = source
+    if source is None:
+        del github.answers[PULL]["head"]["repo"]
+    github.answers[REVIEWS] = [[]]
     assert parse(f"/rerun-test test_a.py at {github.head}")["sha"] == github.head
+    assert parse(f"/rerun-test test_a.py at {OLD}") is None
+    if source != 3:
+        assert parse("/rerun-test test_a.py") is None and github.statuses == []
+
+
+def test_one_call_a_reviewer(github, parse):
+    github.answers[PULL]["head"]["repo"] = {"full_name": "eve/inkling"}
+    github.permit(TRIAGER, "read")
+    strangers = [make_review(EVE, 1, author_association="NONE")] * 100
+    github.answers[REVIEWS] = [strangers, [make_review(TRIAGER, 2)] * 100]
+    assert parse("/rerun-test test_a.py") is None
+    asked = [path for _, path, _ in github.calls if path.endswith("/permission")]
+    assert asked == [name_permission("Owner"), name_permission("triager")]
 
 
 def test_a_closed_pull_request_runs_nothing(github, parse):
@@ -203,15 +357,125 @@ def test_a_closed_pull_request_runs_nothing(github, parse):
         ("GITHUB_REPOSITORY", "octo/nowhere", "gh api repos/octo/nowhere/pulls/7: gh: Not Found"),
         ("GITHUB_EVENT_PATH", "/nowhere", "not the event of a comment: [Errno 2]"),
         ("GITHUB_EVENT_PATH", __file__, "not the event of a comment: Extra data"),
-        ("PATH", "/nowhere", "gh is not installed"),
+        ("GITHUB_OUTPUT", "/", "IsADirectoryError"),
     ],
 )
 def test_failures_are_one_line(github, monkeypatch, capsys, name, value, message):
+    # The repository in which nothing is found.
+    github.answers["repos/octo/nowhere/collaborators/Owner/permission"] = github.answers[
+        name_permission("Owner")
+    ]
     github.write_event("/rerun-test test_a.py")
     github.set_environment(monkeypatch, **{name: value})
+    monkeypatch.chdir(github.base)
     assert rerun.main(["parse"]) == 1
+    assert message in read_line(capsys)
+
+
+def read_line(capsys) -> str:
+    """Return the one line that was printed for an error."""
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and error.startswith("rerun.py: ")
+    assert error.count("\n") == 1 and error.startswith("rerun.py: "), error
+    assert error.removesuffix("\n").isprintable() and len(error) < 600
+    return error
+
+
+def test_without_gh_it_is_one_line(github, monkeypatch, capsys):
+    github.write_event("/rerun-test test_a.py")
+    github.set_environment(monkeypatch, PATH="/nowhere")
+    assert rerun.main(["parse"]) == 1
+    assert "gh is not installed" in read_line(capsys)
+
+
+STRANGE = ["", "null", "{", "[]", "{}", "3", '"\\ud800"', "[" * 100_000, "\0\x1b[2J"]
+STRANGE += ['{"head": null}', '{"head": []}', '{"head": {"sha": 3}}', '{"head": {"sha": "x\\ny"}}']
+
+
+@pytest.mark.parametrize("answer", STRANGE)
+def test_a_strange_answer_is_one_line(github, monkeypatch, capsys, answer):
+    github.answers[PULL] = answer
+    github.write_event("/rerun-test test_a.py")
+    github.set_environment(monkeypatch)
+    assert rerun.main(["parse"]) == 1 and github.outputs == {}
+    assert "GitHub" in read_line(capsys)
+
+
+def test_a_strange_event_is_one_line(github, monkeypatch, capsys):
+    github.write_event("/rerun-test test_a.py")
+    github.set_environment(monkeypatch)
+    file = github.folder / "event.json"
+    known = json.loads(file.read_text())
+    texts = list(STRANGE)
+    for value in (None, [], {}, 3, "\ud800"):
+        for key in ("user", "body", "author_association"):
+            texts.append(json.dumps({**known, "comment": {**known["comment"], key: value}}))
+        texts += [json.dumps({**known, key: value}) for key in ("comment", "issue")]
+    for text in texts:
+        file.write_text(text)
+        # Status 0: a comment that is not a request, or by nobody who is known.
+        if rerun.main(["parse"]):
+            read_line(capsys)
+        assert capsys.readouterr().err == "" and github.calls == []
+
+
+def test_what_git_says_is_one_line(github, monkeypatch, capsys):
+    words = "a\nb\r\x1b[31m\u2028" + "c" * 5000
+    actions.write_program(github.folder / "bin/git", f"import sys\nsys.exit({words!r})")
+    try:
+        github.write_event("/rerun-test test_a.py")
+        github.set_environment(monkeypatch)
+        assert rerun.main(["parse"]) == 1
+    finally:
+        (github.folder / "bin/git").unlink()
+    read_line(capsys)
+
+
+def test_the_outputs_come_before_what_can_fail(github, monkeypatch, capsys):
+    reply = f"POST repos/{REPOSITORY}/issues/{NUMBER}/comments"
+    for call in (reply, f"POST repos/{REPOSITORY}/statuses/{github.head}"):
+        github.answers[call] = "gh: Forbidden (HTTP 403)"
+        github.write_event("/rerun-test test_a.py")
+        github.set_environment(monkeypatch)
+        monkeypatch.chdir(github.base)
+        monkeypatch.setattr(rerun, "PAUSES", (0, 0))
+        assert rerun.main(["parse"]) == 1
+        assert "Forbidden" in read_line(capsys) and github.outputs.keys() == {
+            "runner",
+            "sha",
+            "job",
+        }
+    assert len(github.statuses) == 3
+
+
+def test_the_job_fits_into_a_variable(tmp_path, monkeypatch):
+    github = GitHub(tmp_path / "hub", {"README": ""})
+    place = f"test/registered/{'/'.join(['d' * 200] * 8)}"
+    github.open_pull({f"{place}/test_{number}.py": REGISTER for number in range(98)})
+    github.write_event(f"/rerun-test {SUITE}")
+    github.set_environment(monkeypatch, GPU_RUNNER=GPU)
+    monkeypatch.chdir(github.base)
+    assert rerun.main(["parse"]) == 0
+    assert github.outputs == {} and github.statuses == []
+    assert re.search(r"take 1[67]\d{4} bytes; 100000 are allowed", github.replies[0])
+
+
+def test_an_output_has_a_bound(github, monkeypatch):
+    github.set_environment(monkeypatch)
+    github_api.write_output("long", "é" * (github_api.MAX_OUTPUT // 2))
+    with pytest.raises(rerun.ActionError, match="100001 bytes; 100000 are allowed"):
+        github_api.write_output("long", "é" * (github_api.MAX_OUTPUT // 2) + "e")
+    assert len(github.outputs["long"].encode()) == github_api.MAX_OUTPUT
+
+
+def test_two_long_requests_have_two_statuses(github, parse):
+    contexts = set()
+    for last in ("mtp", SUITE, "nightly-amd"):
+        for runner in (GPU, OTHER):
+            assert parse(f"/rerun-test {'test_a.py ' * 19}{last} on {runner}")
+            contexts |= {*github.contexts}
+    assert len(contexts) == 6 and all(len(context) <= 200 for context in contexts)
+    parse("/rerun-test mtp")
+    assert github.contexts == [f"rerun-test: mtp on {GPU}"]
 
 
 class Written(rerun.Commit):
@@ -240,11 +504,95 @@ PIECES = st.sampled_from(
 def test_no_comment_reaches_beyond_the_test_files(words):
     try:
         request = rerun.read_request(f"/rerun-test {words}")
-        ids = rerun.resolve_tests(request.words, Written(FILES, LINKS)) if request else []
+        ids = rerun.resolve_tests(request.words, Written(FILES, LINKS))
     except rerun.RefusedError:
         return
-    files = {name.partition("::")[0] for name in ids}
-    assert files <= {name for name in FILES if re.fullmatch(r"test/.*/test_\w+\.py", name)}
+    assert {name.partition("::")[0] for name in ids} <= TESTS
+
+
+TESTS = {name for name in FILES if re.fullmatch(r"test/.*/test_\w+\.py", name)}
+CANARY = "canary"
+FRAMES = [
+    *("{}", " {}", " test_a.py {}", " {} test_a.py", " test_a.py::{}", " test/unit/{}/test_a.py"),
+    *(" {}.py", " test_a.py on {}", " test_a.py at {}", " mtp on 1-gpu-h100 {}"),
+]
+HOSTILE = [
+    *(f"; touch {CANARY}", f"$(touch {CANARY})", f"`touch {CANARY}`", f"|touch {CANARY}"),
+    *(f"\ntouch {CANARY}", f"'; touch {CANARY}; '", f'"; touch {CANARY}; "'),
+    *(f"${{{{ github.token }}}} > {CANARY}", f"--upload-pack=touch {CANARY}", "-c core.pager=id"),
+    *(f"--output={CANARY}", f"--junitxml={CANARY}", f"-p {CANARY}", "--rootdir=/", "@/etc/passwd"),
+    *("../../secret", "/etc/passwd", "secret.py", "test/unit/test_link", "HEAD:secret.py"),
+    *(":(top)secret.py", f"ext::sh -c touch% {CANARY}", "a\r\n::set-output name=job::{}"),
+    *(f"a\njob={{}}\nrunner={OTHER}", "\0\x1b[2J\u202e"),
+]
+COMMENTS = [
+    rerun.COMMAND + frame.replace("{}", words)
+    for words, frame in itertools.product(HOSTILE, FRAMES)
+]
+
+EVENTS: list[tuple[str, tuple]] | None = None
+
+
+def note_event(name: str, arguments: tuple) -> None:
+    # What a Python process can do outside itself raises one of these.
+    if EVENTS is not None and name.partition(".")[0] in ("open", "os", "subprocess", "shutil"):
+        EVENTS.append((name, arguments))
+
+
+sys.addaudithook(note_event)
+
+
+@contextmanager
+def note_events() -> Iterator[list[tuple[str, tuple]]]:
+    """Note the audit events of this process."""
+    global EVENTS
+    EVENTS = events = []
+    try:
+        yield events
+    finally:
+        EVENTS = None
+
+
+def test_hostile_comments(github, monkeypatch, record_property):
+    assert len(set(COMMENTS)) == 250
+    github.set_environment(monkeypatch, GPU_RUNNER=GPU, RERUN_RUNNERS=OTHER)
+    monkeypatch.chdir(github.base)
+
+    def handle(body: str) -> tuple[list[list[str]], set[str], list[str], str]:
+        """Return the commands, the paths and the other deeds of ``parse``; and the job."""
+        github.write_event(body)
+        (github.folder / "output").write_text("")
+        with note_events() as events:
+            assert rerun.main(["parse"]) == 0
+        commands = [list(a[1]) for name, a in events if name == "subprocess.Popen"]
+        opened = {str(a[0]) for name, a in events if name == "open" and type(a[0]) is not int}
+        known = ("open", "subprocess.Popen", "os.putenv", "os.listdir", "os.scandir")
+        others = [name for name, _ in events if name not in known]
+        return commands, opened, others, github.outputs.get("job", "")
+
+    usual = [handle(f"/rerun-test {words}") for words in ("mtp test_a.py", SUITE, "no-suite")]
+    assert usual[0][3] and usual[1][3] and usual[0][0]
+    words = {word for commands, *_ in usual for command in commands for word in command}
+    words |= {f"{github.head}:{name}" for name in TESTS}
+    files = {name for _, opened, *_ in usual for name in opened}
+    # Python looks for the file of a text that it cannot parse.
+    assert {Path(name).name for name in files} <= {"event.json", "output", "<unknown>"}
+    shells, arguments, others, jobs = 0, 0, 0, 0
+    for body in COMMENTS:
+        commands, opened, deeds, job = handle(body)
+        shells += any(command[0] not in ("gh", "git") for command in commands)
+        arguments += any(word not in words for command in commands for word in command)
+        ran = {name.partition("::")[0] for name in json.loads(job)["tests"]} if job else set()
+        others += not (opened <= files and ran <= TESTS and deeds == usual[0][2])
+        jobs += bool(job)
+    places = (github.folder, github.base, github.origin, Path.cwd())
+    assert not any((place / CANARY).exists() for place in places)
+    record_property(
+        "table",
+        f"{len(COMMENTS)} hostile comments, {jobs} of them started a test of the pull request: "
+        f"{shells} reached a shell, {arguments} an argument of git, {others} another file",
+    )
+    assert (shells, arguments, others) == (0, 0, 0)
 
 
 def test_suites_are_read_as_sglang_reads_them(tmp_path):
@@ -331,7 +679,10 @@ def test_a_job_that_cannot_be_run_is_one_line(run, capsys, job, message):
     [
         ("success", "3 passed, 0 failed, 1 skipped", "success", "passed: 3 passed, 0 failed"),
         ("failure", "2 passed, 1 failed, 0 skipped", "failure", "failed: 2 passed, 1 failed"),
-        ("failure", "", "failure", "failed. [Log]"),
+        # The tests did not end: the setup failed, or the time was up.
+        ("failure", "", "error", "did not finish (failure). [Log]"),
+        ("failure", "@octocat 1 passed", "failure", "failed. [Log]"),
+        ("skipped", "", "error", "did not finish (skipped). [Log]"),
         ("cancelled", "", "error", "did not finish (cancelled). [Log]"),
         ("success", "@octocat 3 passed, 0 failed, 1 skipped", "success", "passed. [Log]"),
     ],
@@ -344,3 +695,24 @@ def test_the_outcome_is_answered(github, monkeypatch, result, counts, state, out
     assert github.statuses == [(github.head, state)]
     (reply,) = github.replies
     assert reply.startswith(f"`mtp` at {github.head} on `{GPU}` {outcome}")
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_status_is_tried_again(github, monkeypatch, capsys, failures):
+    made, call_api = [], rerun.github.call_api
+
+    def fail_first(path: str, data: object = None, **options: Any) -> Any:
+        made.append(path)
+        if len(made) <= failures:
+            raise rerun.ActionError("gh: Bad Gateway (HTTP 502)")
+        return call_api(path, data, **options)
+
+    pauses: list[float] = []
+    monkeypatch.setattr(rerun.github, "call_api", fail_first)
+    monkeypatch.setattr(rerun.time, "sleep", pauses.append)
+    job = json.dumps({**JOB, "sha": github.head})
+    github.set_environment(monkeypatch, RERUN_JOB=job, RERUN_RESULT="cancelled")
+    assert rerun.main(["report"]) == (failures == 3)
+    assert github.statuses == ([] if failures == 3 else [(github.head, "error")])
+    assert pauses == list(rerun.PAUSES)[:failures]
+    assert failures < 3 or "502" in read_line(capsys)

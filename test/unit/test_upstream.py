@@ -1,8 +1,10 @@
 """The one issue that upstream.yml keeps."""
 
+import io
 import json
 from dataclasses import asdict
 
+import github_api
 import pytest
 import upstream
 from actions import REPOSITORY, GitHub
@@ -27,7 +29,7 @@ def report(tmp_path, monkeypatch: pytest.MonkeyPatch):
     def _report(answer: dict, *issues: dict, suite: str = "success") -> list[tuple]:
         github.answers[f"{ISSUES}?state=all&per_page=100"] = [list(issues), []]
         github.set_environment(monkeypatch, WATCH=json.dumps(answer), SUITE_RESULT=suite)
-        assert upstream.main() == 0
+        assert upstream.main(["report"]) == 0
         return [call for call in github.calls if call[0] != "GET"]
 
     return _report
@@ -68,12 +70,62 @@ def test_what_the_issue_says(report):
         ('{"title": "t", "body": "b"}', "unusable: KeyError('new')"),
         (json.dumps({**ANSWER, "new": "yes"}), "wrong types"),
         (json.dumps({**ANSWER, "title": "t\nu"}), "the title is not one line"),
+        (json.dumps({**ANSWER, "title": "t\u2028u"}), "the title is not one line"),
+        (json.dumps({**ANSWER, "title": "\ud800"}), "the title is not one line"),
         (json.dumps({**ANSWER, "title": ""}), "the title is not one line"),
-        (json.dumps({**ANSWER, "body": "b" * 60_001}), "longer than 60000"),
+        ("[" * 100_000, "unusable: RecursionError"),
+        ("3", "unusable: TypeError"),
     ],
 )
-def test_an_unusable_answer_is_one_line(monkeypatch, capsys, text, message):
+@pytest.mark.parametrize("command", ["output", "report"])
+def test_an_unusable_answer_is_one_line(monkeypatch, capsys, text, message, command):
     monkeypatch.setenv("WATCH", text)
-    assert upstream.main() == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert upstream.main([command]) == 1
+    assert message in read_line(capsys)
+
+
+def read_line(capsys) -> str:
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and error.startswith("upstream.py: ")
+    assert error.count("\n") == 1 and error.startswith("upstream.py: "), error
+    return error
+
+
+def test_a_body_that_github_would_not_take(monkeypatch, capsys):
+    monkeypatch.setenv("WATCH", json.dumps({**ANSWER, "body": "b" * 60_001}))
+    assert upstream.main(["report"]) == 1
+    assert "longer than 60000" in read_line(capsys)
+
+
+@pytest.mark.parametrize("sign", ["b", "é", "\U0001f600", '"'])
+@pytest.mark.parametrize("length", [1000, 59_000, 10_000_000])
+def test_every_answer_fits_into_a_variable(tmp_path, monkeypatch, sign, length):
+    GitHub(tmp_path, {"README": ""}).set_environment(monkeypatch)
+    body = sign * (length // len(json.dumps(sign)[1:-1]))
+    text = json.dumps({**ANSWER, "title": sign * 250, "body": body, "releases": [body]})
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert upstream.main(["output"]) == 0
+    output = (tmp_path / "output").read_text()
+    assert output.startswith("watch=") and len(output.encode()) < github_api.MAX_OUTPUT
+    told = json.loads(output.removeprefix("watch="))
+    assert told.keys() == {"title", "body", "new"}
+    kept = told["body"].removesuffix(upstream.CUT)
+    assert body.startswith(kept) and (kept == body) == (length < 60_000)
+    assert len(json.dumps(kept)) > min(length - 20, 50_000)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("", "{", "null", "3", "[3]", "[[3]]", '[["x"]]', '[{"a": 1}]', "[" * 100_000),
+        [[{**OURS, "number": None}]],
+        [[{**OURS, "state": None, "title": None}]],
+    ],
+)
+def test_a_strange_answer_of_github_is_one_line(tmp_path, monkeypatch, capsys, answer):
+    github = GitHub(tmp_path, {"README": ""})
+    github.answers[f"{ISSUES}?state=all&per_page=100"] = answer
+    github.set_environment(monkeypatch, WATCH=json.dumps(CHANGED))
+    assert upstream.main(["report"]) == 1
+    read_line(capsys)
+    assert [call for call in github.calls if call[0] != "GET"] == []

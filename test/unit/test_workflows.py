@@ -13,8 +13,13 @@ from pathlib import Path
 import actions
 import pytest
 import rerun
+import upstream
 import yaml
-from actions import REPOSITORY, GitHub, execute, load_workflow
+from actions import REPOSITORY, GitHub, evaluate, execute, load_workflow
+from inkling_sconv import cli
+from typer.testing import CliRunner
+
+FORK_WORKFLOW = "python/inkling_sconv/fork_ci/inkling-sconv.yml"
 
 READ = {"contents": "read"}
 ANSWERS = {**READ, "pull-requests": "write", "statuses": "write"}
@@ -26,9 +31,11 @@ GPU = (
 COMMENT = (
     "github.event.issue.pull_request && "
     f"startsWith(github.event.comment.body, '{rerun.COMMAND}') && "
-    f"contains(fromJSON('{json.dumps(rerun.TRUSTED)}'), github.event.comment.author_association)"
+    "github.event.comment.user.type == 'User' && "
+    f"contains(fromJSON('{json.dumps(rerun.KNOWN)}'), github.event.comment.author_association)"
 )
-# Only these conditions read an event, so no step gets a text that a stranger wrote.
+# Only these conditions read an event, and the name of a group has the number of its pull request.
+# So no step gets a text that a stranger wrote.
 EXPECTED = {
     ("pr-test.yml", "cpu"): (READ, ""),
     ("pr-test.yml", "gpu"): (READ, GPU),
@@ -60,7 +67,7 @@ def test_who_starts_what():
 
 @pytest.mark.parametrize("key", JOBS)
 def test_a_job_that_runs_other_peoples_code_gets_no_token(key):
-    dumped = yaml.safe_dump({**JOBS[key], "if": ""})
+    dumped = yaml.safe_dump({**JOBS[key], "if": "", "concurrency": ""})
     assert "github.event" not in dumped and "timeout-minutes" in dumped
     # A comment's job could write the default branch's cache with a pull request's code.
     assert "cache" not in dumped
@@ -79,8 +86,12 @@ def test_who_may_publish():
 # -------------------------------------------------------------------------------- what they do
 
 
-def find_step(name: str, key: str) -> dict:
-    return [step for step in JOBS[name, key]["steps"] if "run" in step][-1]
+def find_steps(name: str, key: str) -> list[dict]:
+    """The steps that run our scripts: the last, and those that run only if one before it fails."""
+    steps = [step for step in JOBS[name, key]["steps"] if "run" in step]
+    first = max(number for number, step in enumerate(steps) if "if" not in step)
+    assert all(step["if"] == "failure()" for step in steps[first + 1 :])
+    return steps[first:]
 
 
 @pytest.fixture
@@ -96,15 +107,21 @@ def github(tmp_path: Path) -> GitHub:
 def run_step(
     github: GitHub, name: str, key: str, folder: Path | None = None, **values: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the last step of a job; ``values`` are the outputs of the jobs before it."""
+    """Run the last steps of a job; ``values`` are the outputs of the jobs before it."""
     known = {
         "github.token": "a token",
         "vars.GPU_RUNNER": "1-gpu-h100",
         "vars.RERUN_RUNNERS": "4-gpu-b200",
         **{f"needs.{path.replace('_', '.')}": value for path, value in values.items()},
     }
-    step = find_step(name, key)
-    return execute(step, folder or github.base, github.make_environment(), known)
+    counts = known.get("needs.run.outputs.counts")
+    known["needs.run.outputs.counts && 'unreadable'"] = "unreadable" if counts else ""
+    environment = github.make_environment()
+    for step in find_steps(name, key):
+        done = execute(step, folder or github.base, environment, known)
+        if done.returncode == 0:
+            break
+    return done
 
 
 @pytest.mark.parametrize("sglang", JOBS["upstream.yml", "suite"]["strategy"]["matrix"]["sglang"])
@@ -113,7 +130,8 @@ def test_what_the_steps_make_is_in_the_makefile(sglang):
     text = "\n".join([*scripts, (actions.ROOT / ".ci/run").read_text()])
     targets = {word for line in re.findall(r"\bmake (.+)", text) for word in line.split()}
     assert targets >= {"test", "gpu-test", ".venv/ready", "releases"}
-    assert find_step("upstream.yml", "suite")["env"] == {"SGLANG": "${{ matrix.sglang }}"}
+    (step,) = find_steps("upstream.yml", "suite")
+    assert step["env"] == {"SGLANG": "${{ matrix.sglang }}"}
     command, variables = ["make", "-n", "-B", *targets], {**os.environ, "SGLANG": sglang}
     shown = subprocess.check_output(command, cwd=actions.ROOT, env=variables, text=True)
     assert f'install --progress-bar on "{sglang}" -e' in shown
@@ -145,18 +163,102 @@ def test_from_a_comment_to_its_answer(github, tmp_path):
     assert "failed: 1 passed, 1 failed, 0 skipped" in github.replies[-1]
 
 
-def test_a_refused_comment_starts_no_job(github):
-    github.write_event("/rerun-test $(touch pwned) `id`")
+HOSTILE = ["$(touch pwned) `id`", "'; touch pwned; '", "--upload-pack=touch pwned", "x\n::error::x"]
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_a_refused_comment_starts_no_job(github, words):
+    github.write_event(f"/rerun-test {words}")
     assert run_step(github, "rerun-test.yml", "parse").returncode == 0
     assert len(github.replies) == 1 and "Allowed:" in github.replies[0] and github.outputs == {}
     assert not (github.base / "pwned").exists()
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
-def test_the_watch_reaches_the_report(github, code):
-    answer = {"title": "SGLang 9 is unknown", "body": "x\ny", "new": True}
-    said = json.dumps(answer) if code < 2 else ""
-    stub = f'test "$*" = "watch --json" && printf %s \'{said}\'; exit {code}\n'
+def name_group(number: int, runner: str) -> str:
+    values = {"github.event.issue.number": str(number), "needs.parse.outputs.runner": runner}
+    return evaluate(JOBS["rerun-test.yml", "run"]["concurrency"]["group"], values)
+
+
+def test_who_waits_for_whom():
+    # GitHub keeps one waiting job a group, and cancels the one that waited before. A group of the
+    # workflow would let anyone's comment do that to a request.
+    assert "concurrency" not in FLOWS["rerun-test.yml"]
+    limited = {key for key, job in JOBS.items() if "concurrency" in job}
+    assert limited == {("rerun-test.yml", "run")}
+    assert JOBS["rerun-test.yml", "run"]["concurrency"]["cancel-in-progress"] is False
+    runs = [(7, "1-gpu-h100"), (7, "4-gpu-b200"), (8, "1-gpu-h100"), (71, "gpu"), (7, "1 on gpu")]
+    groups = {name_group(*run) for run in runs}
+    assert len(groups) == len(runs) and name_group(*runs[0]) in groups
+    # A comment that is refused, or that `parse` skips, names no runner.
+    assert not {name_group(number, "") for number, _ in runs} & groups
+
+
+def start_job(github: GitHub) -> dict[str, str]:
+    """Play a comment's ``parse``; return its outputs as ``run_step`` takes them."""
+    github.write_event("/rerun-test test_new.py")
+    run_step(github, "rerun-test.yml", "parse")
+    return {f"parse_outputs_{name}": value for name, value in github.outputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("result", "counts", "state"),
+    [
+        # GitHub dropped the job from the queue.
+        ("cancelled", "", "error"),
+        # The pull request's code wrote more than a variable can hold.
+        ("failure", "9" * 200_000, "failure"),
+        ("success", "9" * 200_000, "success"),
+    ],
+)
+def test_no_status_stays_pending(github, result, counts, state):
+    outputs = start_job(github)
+    (pending,) = github.contexts
+    outputs |= {"run_result": result, "run_outputs_counts": counts}
+    assert run_step(github, "rerun-test.yml", "report", **outputs).returncode == 0
+    assert github.statuses == [(github.head, state)] and github.contexts == [pending]
+
+
+def test_a_parse_that_fails_on_the_way_ends_its_status(github):
+    github.answers[reply := f"POST repos/{REPOSITORY}/issues/{actions.NUMBER}/comments"] = "locked"
+    outputs = start_job(github)
+    assert github.statuses == [(github.head, "pending")]
+    del github.answers[reply]
+    # `report` waits for both jobs, and needs neither to succeed.
+    outputs |= {"run_result": "skipped", "run_outputs_counts": ""}
+    assert JOBS["rerun-test.yml", "report"]["needs"] == ["parse", "run"]
+    assert run_step(github, "rerun-test.yml", "report", **outputs).returncode == 0
+    assert github.statuses == [(github.head, "error")]
+
+
+@pytest.mark.parametrize(
+    ("sound", "flawed", "finding"),
+    [
+        ("persist-credentials: false", "persist-credentials: true", "artipacked"),
+        ("permissions: {}", "permissions: write-all", "excessive-permissions"),
+        ('pip install "$PACKAGE"', "pip install ${{ github.head_ref }}", "template-injection"),
+        ("@11bd71901bbe5b1630ceea73d27597364c9af683", "@v4", "unpinned-uses"),
+    ],
+)
+def test_lint_audits_what_ci_init_installs(tmp_path, sound, flawed, finding):
+    shown = subprocess.check_output(["make", "-n", "lint"], cwd=actions.ROOT, text=True)
+    (line,) = (line for line in shown.splitlines() if "zizmor" in line)
+    _, *command, folder, fork = line.split()
+    assert (folder, fork) == (".github", FORK_WORKFLOW)
+    (tmp_path / "python/sglang/srt").mkdir(parents=True)
+    assert CliRunner().invoke(cli.app, ["ci-init", str(tmp_path)]).exit_code == 0
+    file = tmp_path / ".github/workflows/inkling-sconv.yml"
+    zizmor = [str(Path(sys.executable).with_name("zizmor")), *command, str(file)]
+    assert subprocess.run(zizmor, capture_output=True).returncode == 0
+    file.write_text(file.read_text().replace(sound, flawed))
+    done = subprocess.run(zizmor, capture_output=True, text=True)
+    assert done.returncode != 0 and f"[{finding}]" in done.stdout
+
+
+@pytest.mark.parametrize(("code", "body"), [(0, "x\ny"), (1, "x\ny"), (1, "é|" * 100_000), (2, "")])
+def test_the_watch_reaches_the_report(github, code, body):
+    answer = {"title": "SGLang 9 is unknown", "body": body, "new": True, "releases": [body]}
+    (github.folder / "said").write_text(json.dumps(answer) if code < 2 else "")
+    stub = f'test "$*" = "watch --json" && cat "{github.folder / "said"}"; exit {code}\n'
     actions.write_program(github.base / ".venv/bin/inkling-sconv", stub, "/bin/sh")
     done = run_step(github, "upstream.yml", "watch")
     if code == 2:
@@ -168,4 +270,5 @@ def test_the_watch_reaches_the_report(github, code):
     assert run_step(github, "upstream.yml", "report", **outputs).returncode == 0
     verb, path, data = github.calls[-1]
     assert (verb, path, data["title"]) == ("POST", issues, answer["title"])
-    assert "x\ny" in data["body"] and "suite on this release: failure" in data["body"]
+    assert body[:5000] in data["body"] and "suite on this release: failure" in data["body"]
+    assert (upstream.CUT in data["body"]) == (len(body) > 5000)

@@ -11,7 +11,7 @@ import sys
 import warnings
 
 from inkling_sconv import __version__
-from inkling_sconv.errors import describe_error
+from inkling_sconv.errors import Interrupted, describe_error, give_reason, make_line
 from inkling_sconv.names import BACKEND_MODULE, PLUGIN, PLUGIN_GROUP
 
 
@@ -48,7 +48,7 @@ def main() -> int:
         reason = f"SGLang does not import: {what}; install the versions that it pins."
     if reason is None:
         return 0
-    print(f"inkling_sconv {__version__}: {reason}", file=sys.stderr)
+    print(f"inkling_sconv {__version__}: {make_line(reason)}", file=sys.stderr)
     return 1
 
 
@@ -80,13 +80,14 @@ def command() -> None:
     """Run ``inkling-sconv``, or say what to install for it."""
     try:
         from inkling_sconv.cli import app
+        from inkling_sconv.cli.common import prepare_process
 
+        prepare_process()
         app()
-    except ModuleNotFoundError as error:
-        if error.name not in ("libcst", "rich", "typer"):
-            raise
-        needed = "pip install 'sglang-inkling-sconv[cli]'"
-        sys.exit(f"inkling-sconv: {error.name} is not installed; {needed}")
+    except (ModuleNotFoundError, KeyboardInterrupt, Interrupted) as error:
+        # Before the commands are there, which is where Typer is missing, or after they have ended.
+        print(f"inkling-sconv: {give_reason(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,20 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import inkling_sconv
 import pytest
 import releases
 import yaml
 from inkling_sconv import cli
+from inkling_sconv.errors import Interrupted
 from inkling_sconv.fork_ci import copy
+from inkling_sconv.trees.folder import Folder
 from typer.testing import CliRunner, Result
 
 CLASSES = {
@@ -80,18 +84,50 @@ def test_no_file_is_overwritten(checkout):
 
 
 def test_all_or_nothing(checkout, monkeypatch):
-    written = []
+    original = Folder.write_new
+    for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/f"), Interrupted("a signal")):
+        written: list[str] = []
 
-    def write(path: Path, text: bytes) -> None:
-        if path.name == copy.WORKFLOW.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        path.write_bytes(text)
-        written.append(path)
+        def write(
+            folder: Folder, name: str, *rest: Any, error: Any = error, written: Any = written
+        ) -> None:
+            if name == copy.WORKFLOW.name:
+                # Another program's file stays, and so does its folder.
+                (checkout / copy.TESTS / "other.py").write_text("theirs")
+                raise error
+            original(folder, name, *rest)
+            written.append(name)
 
-    monkeypatch.setattr(copy, "write_file", write)
-    line = read_error(checkout)
-    assert f"{copy.WORKFLOW.name}: nothing written: No space left on device" in line
-    assert written and list_files(checkout) == set()
+        monkeypatch.setattr(Folder, "write_new", write)
+        line = read_error(checkout)
+        reason = "a signal" if isinstance(error, Interrupted) else "/f: No space left on device"
+        assert line.endswith(f": nothing written: {reason}") and len(written) > 5
+        files = {path for path in list_files(checkout) if (checkout / path).is_file()}
+        assert files == {copy.TESTS / "other.py"} and not (checkout / ".github").exists()
+
+
+def test_two_at_once(checkout):
+    with Folder(checkout) as folder:
+        assert folder.lock()
+        assert "another run is at work" in read_error(checkout)
+    assert list_files(checkout) == set()
+
+
+def test_nothing_is_written_through_a_link(checkout, tmp_path):
+    (mine := tmp_path / "mine").write_bytes(b"mine")
+    (folder := checkout / copy.WORKFLOW.parent).mkdir(parents=True)
+    (folder / f".{copy.WORKFLOW.name}.inkling-sconv.new").symlink_to(mine)
+    assert run(checkout).exit_code == 0 and mine.read_bytes() == b"mine"
+    # Nor into the git directory, nor anywhere else in the checkout.
+    for name in (".github", "test"):
+        shutil.rmtree(checkout / ".github", ignore_errors=True)
+        shutil.rmtree(checkout / "test", ignore_errors=True)
+        subprocess.run(["git", "init", "-q", checkout], check=True)
+        before = {*checkout.rglob("*")}
+        (checkout / name).symlink_to(".git")
+        assert f"{checkout / name}: is a link to {checkout / '.git'}" in read_error(checkout)
+        assert {*checkout.rglob("*")} - before == {checkout / name}
+        (checkout / name).unlink()
 
 
 def test_what_is_no_checkout(tmp_path, checkout):
@@ -104,7 +140,7 @@ def test_what_is_no_checkout(tmp_path, checkout):
     ):
         assert reason in read_error(tmp_path / folder)
     (checkout / "test").symlink_to(tmp_path / "elsewhere")
-    assert "is a link out of" in read_error(checkout)
+    assert "is a link to" in read_error(checkout)
     (checkout / "test").unlink()
     (checkout / "test").write_text("")
     assert "nothing written" in read_error(checkout)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import attack
 import pytest
 import releases
 import variants
@@ -398,6 +399,93 @@ def test_apply_leaves_what_it_cannot_heal(share_process, checkout, code, reason,
     assert read(checkout) == text and git(checkout, "status", "--porcelain") == ""
 
 
+def unverify(checkout: Path) -> Path:
+    """Make the record what a run that was killed during its check leaves; return its place."""
+    (place,) = (checkout / ".git/inkling-sconv").iterdir()
+    place.write_bytes(place.read_bytes().replace(b'"verified": true', b'"verified": false', 1))
+    return place
+
+
+@pytest.fixture
+def answer(monkeypatch, tmp_path) -> Callable[[str], None]:
+    """Put a program in the place of the Python that runs the check."""
+
+    def put(body: str) -> None:
+        monkeypatch.setattr(sys, "executable", str(attack.write_check(tmp_path / "check", body)))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    (
+        (r"printf 'x\377\n' >&2; exit 1", "unknown (x\ufffd)"),
+        (r"printf '\377\n'", "without an answer"),
+        ("true", "without an answer"),
+        ("echo []", "without an answer"),
+        ("echo '{'", "without an answer"),
+        ("echo '{\"backends\": 3}'", "without an answer"),
+        ("kill -9 $$", "without an error message"),
+    ),
+)
+def test_apply_puts_back_what_was_not_verified(checkout, answer, body, why):
+    answer(body)
+    line = read_error(run("apply", checkout))
+    assert ": put back: its state after the edit was unknown (" in line and why in line
+    assert read(checkout) == CRASHING and git(checkout, "status", "--porcelain") == ""
+    assert "nothing to take back" in read_error(run("revert", checkout))
+
+
+@pytest.mark.parametrize("output", (">/dev/full", ">&-", "| true"))
+def test_apply_that_cannot_say_what_it_did(checkout, tmp_path, output):
+    slow = attack.write_check(tmp_path / "check", f"sleep 0.5; {attack.GUARDED}")
+    code = f"import sys; sys.executable = {str(slow)!r}; "
+    code += "from inkling_sconv.__main__ import command; command()"
+    script = f"""set -o pipefail; "$0" -c "$1" apply "$2" {output}"""
+    words = ["bash", "-c", script, sys.executable, code, str(checkout)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "put back" in line or "not written" in line or "standard output is closed" in line
+    assert read(checkout) == CRASHING and git(checkout, "status", "--porcelain") == ""
+
+
+def test_an_edit_that_was_never_verified(checkout, answer):
+    answer(attack.GUARDED)
+    assert run("apply", checkout).exit_code == 0
+    edited, place = read(checkout), unverify(checkout)
+    for flags, code in (("--check", 1), ("--check --diff", 1), ("--diff", 2)):
+        assert "was not verified" in read_error(run(f"apply {flags}", checkout), code)
+    # The next apply checks again, and puts back what fails.
+    answer(attack.REFUSES)
+    assert "put back" in read_error(run("apply", checkout))
+    assert read(checkout) == CRASHING and not place.exists()
+    answer(attack.GUARDED)
+    assert run("apply", checkout).exit_code == 0
+    unverify(checkout)
+    again = run("apply", checkout)
+    assert again.exit_code == 0 and "state: guarded" in again.stdout and read(checkout) == edited
+    assert "nothing to do" in run("apply", checkout).stdout
+    # Edited since: it is checked, and left whatever comes of it.
+    unverify(checkout)
+    (checkout / NAME).write_bytes(edited + b"# mine\n")
+    answer(attack.REFUSES)
+    line = read_error(run("apply", checkout))
+    assert "edited after an apply that was not verified, and left so" in line and str(place) in line
+    answer(attack.GUARDED)
+    assert run("apply", checkout).exit_code == 0
+    answer(attack.REFUSES)
+    assert "nothing to do" in run("apply", checkout).stdout
+    assert read(checkout) == edited + b"# mine\n"
+    assert "edited after apply" in read_error(run("revert", checkout))
+
+
+def test_attack():
+    """A short run of ``test/attack.py``, which says what it does."""
+    jobs = attack.list_jobs(kills=20, signals=1, real=0, races=5)
+    assert attack.attack(jobs, workers=3) == dict.fromkeys(attack.HARMS, 0)
+
+
 @pytest.mark.parametrize("tree", ("0.5.17",))
 def test_apply_inert_fill_outside_git(share_process, tree, tmp_path):
     share_process(tree)
@@ -527,6 +615,6 @@ def test_without_the_extra(tmp_path, name):
     root = releases.tree(releases.CRASHING, tmp_path / "tree")
     path = f"{tmp_path}{os.pathsep}{releases.ROOT / 'python'}"
     done = run_in_process("doctor", "--static", root, PYTHONPATH=path)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert f"{name} is not installed; pip install 'sglang-inkling-sconv[cli]'" in line

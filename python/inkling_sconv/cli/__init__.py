@@ -9,12 +9,14 @@ import typer
 
 from inkling_sconv import __version__
 from inkling_sconv.cli.ci_init import ci_init
+from inkling_sconv.cli.common import Commands
 from inkling_sconv.cli.doctor import doctor
 from inkling_sconv.cli.edit import apply, export, revert
 from inkling_sconv.cli.verify import verify
 from inkling_sconv.cli.watch import watch
 
 app = typer.Typer(
+    cls=Commands,
     help="Check how an SGLang tree tracks Inkling's conv state under CUDA graphs, and fix it.",
     add_completion=False,
     no_args_is_help=True,

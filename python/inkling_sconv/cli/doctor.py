@@ -26,7 +26,7 @@ def doctor(
 
     Without TREE, SGLang's plugins are loaded first: the answer is about what a server would run.
     """
-    with common.one_line_errors(), open_tree(path) as tree:
+    with open_tree(path) as tree:
         report = _read_tree(tree) if static else _run_tree(tree, installed=path is None)
     if path is not None and path.suffix == ".whl":
         # It was unpacked into a folder that is gone by now.

@@ -9,9 +9,15 @@ from typing import Annotated
 import typer
 
 from inkling_sconv.cli import common
+from inkling_sconv.errors import UserError
 from inkling_sconv.trees.examine import examine_tree
-from inkling_sconv.trees.replacement import replace_file, restore_file, write_file
+from inkling_sconv.trees.folder import write_output
+from inkling_sconv.trees.replacement import LockedFile, lock_file
 from inkling_sconv.trees.tree import Tree, TreeError, open_tree
+
+
+class EditError(UserError):
+    """The edit does not heal the file. The message says why."""
 
 
 def apply(
@@ -28,43 +34,76 @@ def apply(
 
     Exit 0: healthy, or nothing to do; 1: --check, and it needs the edit; 2: refused or put back.
     """
-    with common.one_line_errors():
-        tree = _open_editable(path)
-        file = tree.backend
-        before = file.read_bytes()
-        after = _edit_file(file, before, inert_fill)
-        if after == before:
-            print(f"{file}: nothing to do; the guard is there")
-            return
-        if diff:
-            # As seen from where ``git apply`` or ``patch -p1`` runs.
-            top = tree.root.parent if tree.root.name == "python" else tree.root
-            sys.stdout.write(_format_diff(file.relative_to(top), before, after))
-        if check:
-            print(f"{file}: needs the edit")
-            raise typer.Exit(common.NEEDS_THE_FIX)
-        if diff:
-            return
-        replace_file(file, before, after)
-        print(f"{file}: written; checking it ...", flush=True)
+    tree = _open_editable(path)
+    with lock_file(tree.root, tree.backend, shared=check or diff) as file:
+        if check or diff:
+            _print_edit(tree, file, inert_fill, check, diff)
+        else:
+            _apply(tree, file, inert_fill)
+
+
+def _print_edit(tree: Tree, file: LockedFile, inert_fill: bool, check: bool, diff: bool) -> None:
+    if file.is_unverified(file.read_record()):
+        reason = "holds an edit of apply that was not verified; run apply, or revert"
+        common.fail(f"{file.path}: {reason}", common.NEEDS_THE_FIX if check else 2)
+    before = file.read()
+    after = _edit_file(file.path, before, inert_fill)
+    if after == before:
+        print(f"{file.path}: nothing to do; the guard is there")
+        return
+    if diff:
+        # As seen from where ``git apply`` or ``patch -p1`` runs.
+        top = tree.root.parent if tree.root.name == "python" else tree.root
+        sys.stdout.write(_format_diff(file.path.relative_to(top), before, after))
+    if check:
+        print(f"{file.path}: needs the edit")
+        raise typer.Exit(common.NEEDS_THE_FIX)
+
+
+def _apply(tree: Tree, file: LockedFile, inert_fill: bool) -> None:
+    record = file.read_record()
+    unverified = file.is_unverified(record)
+    if unverified and record is not None and record.describes(file.read()):
+        file.restore()
+        print(f"{file.path}: put back an edit that was not verified")
+        unverified = False
+
+    def verify() -> None:
+        print(f"{file.path}: checking it ...", flush=True)
         report = examine_tree(tree, installed=False)
         if report["state"] not in ("guarded", "exempt"):
-            restore_file(file)
             broken = "; ".join(row["seen"] for row in report["rows"] if row["verdict"] == "broken")
-            why = f"its state after the edit was {report['state']} ({report.get('why', broken)})"
-            common.fail(f"{file}: put back: {why}")
+            why = report.get("why", broken)
+            raise EditError(f"its state after the edit was {report['state']} ({why})")
+        # Before the edit counts as verified: what cannot be said is not done.
         print(f"state: {report['state']}")
-        print("next: review with git diff and commit, or undo with inkling-sconv revert")
+        print(
+            "next: review with git diff and commit, or undo with inkling-sconv revert", flush=True
+        )
+
+    before = file.read()
+    after = _edit_file(file.path, before, inert_fill)
+    if after != before:
+        file.replace(before, after, verify)
+    elif unverified and record is not None:
+        try:
+            verify()
+        except EditError as error:
+            raise EditError(
+                f"{file.path}: edited after an apply that was not verified, and left so: {error}. "
+                f"The original is in {record.place}, after its first line"
+            ) from None
+        file.approve(record)
+    else:
+        print(f"{file.path}: nothing to do; the guard is there")
 
 
 def revert(path: common.Editable = None) -> None:
     """Undo apply: put the file back, byte for byte."""
-    with common.one_line_errors():
-        file = _open_editable(path).backend
-        if restore_file(file):
-            print(f"{file}: as it was before apply")
-        else:
-            print(f"{file}: is back already")
+    tree = _open_editable(path)
+    with lock_file(tree.root, tree.backend) as file:
+        done = "as it was before apply" if file.restore() else "is back already"
+        print(f"{file.path}: {done}")
 
 
 def export(
@@ -83,31 +122,30 @@ def export(
     """Print the edit as a patch for git am, or make a branch with it. The tree is left as it is."""
     from inkling_sconv.codemod import commit
 
-    with common.one_line_errors():
-        tree = _open_editable(path)
-        file = tree.backend
+    tree = _open_editable(path)
+    file = tree.backend
 
-        def edit(before: bytes) -> bytes:
-            return _edit_file(file, before, inert_fill)
+    def edit(before: bytes) -> bytes:
+        return _edit_file(file, before, inert_fill)
 
-        if branch is not None:
-            made = commit.make_branch(file, edit, branch, base)
-            if made is None:
-                common.fail(f"{base}: nothing to export; the guard is there", code=0)
-            print(f"branch {branch}: {made}")
-            print(f"next: git cherry-pick {made[:12]}, on any affected branch")
-            return
-        if commit.has_uncommitted_edits(file):
-            common.warn(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
-        text = commit.make_mailbox(file, edit, Path("python") / file.relative_to(tree.root))
-        if text is None:
-            common.fail(f"{file}: nothing to export; the guard is there", code=0)
-        if output is None:
-            sys.stdout.buffer.write(text)
-            return
-        write_file(output, text)
-        keep = " --keep-cr" if b"\r\n" in text else ""
-        print(f"{output}: written\nnext: git am{keep} {output}")
+    if branch is not None:
+        made = commit.make_branch(file, edit, branch, base)
+        if made is None:
+            common.fail(f"{base}: nothing to export; the guard is there", code=0)
+        print(f"branch {branch}: {made}")
+        print(f"next: git cherry-pick {made[:12]}, on any affected branch")
+        return
+    if commit.has_uncommitted_edits(file):
+        common.warn(f"{file}: has uncommitted edits; the patch is for HEAD and leaves them out")
+    text = commit.make_mailbox(file, edit, Path("python") / file.relative_to(tree.root))
+    if text is None:
+        common.fail(f"{file}: nothing to export; the guard is there", code=0)
+    if output is None:
+        sys.stdout.buffer.write(text)
+        return
+    write_output(output, text)
+    keep = " --keep-cr" if b"\r\n" in text else ""
+    print(f"{output}: written\nnext: git am{keep} {output}")
 
 
 def _open_editable(path: Path | None) -> Tree:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inkling_sconv.cli.common import AsJson, fail, one_line_errors
+from inkling_sconv.cli.common import AsJson, fail
 
 
 def verify(
@@ -36,7 +36,6 @@ def verify(
 
     Exit 0: all are equal; 1: some differ, or the server failed; 2: this machine cannot run it.
     """
-    import signal
     import tempfile
 
     from inkling_sconv.proof import verify as verification
@@ -47,15 +46,11 @@ def verify(
         fail(f"verify: {reason}")
     if not timeout > 0:
         fail(f"verify: --timeout {timeout:g}: not a positive number of seconds")
-    # End like Ctrl-C does, which stops the server too. A signal that nohup ignores stays ignored.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
     from rich.console import Console
 
     console = Console(stderr=True)
     options: tuple[str, ...] = ()
-    with one_line_errors(), tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+    with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
         if model is None:
             from inkling_sconv.proof.checkpoint import write_checkpoint
 

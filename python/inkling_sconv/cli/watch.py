@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from inkling_sconv.cli.common import HEALTHY, NEEDS_THE_FIX, AsJson, one_line_errors
+from inkling_sconv.cli.common import HEALTHY, NEEDS_THE_FIX, AsJson
 
 
 def watch(
@@ -26,7 +26,6 @@ def watch(
         if not as_json:
             print(f"{what} ...", flush=True)
 
-    with one_line_errors():
-        answer = look_for_releases(lambda text: read_shape(text).value, print_progress, release)
+    answer = look_for_releases(lambda text: read_shape(text).value, print_progress, release)
     print(json.dumps(asdict(answer)) if as_json else f"{answer.title}\n\n{answer.body}")
     raise typer.Exit(NEEDS_THE_FIX if answer.new else HEALTHY)

@@ -1,11 +1,12 @@
 """Copy the registered tests and a workflow into a fork's checkout."""
 
 import contextlib
+import os
 from pathlib import Path
 
 from inkling_sconv import __version__
-from inkling_sconv.errors import UserError
-from inkling_sconv.trees.replacement import write_file
+from inkling_sconv.errors import Interrupted, UserError, give_reason
+from inkling_sconv.trees.folder import Folder
 from inkling_sconv.trees.tree import find_tree
 
 WORKFLOW = Path(".github/workflows/inkling-sconv.yml")
@@ -30,34 +31,40 @@ def copy_into(path: Path) -> list[Path]:
         The new files.
 
     Raises:
-        CopyError: ``path`` is not a checkout, a file exists already, or one cannot be written.
+        CopyError: ``path`` is not a checkout, a file exists already or cannot be written, or
+            another run is at work.
+        LinkError: a folder on the way is a link.
         TreeError: there is no SGLang at ``path``.
     """
     root = find_tree(path).root
     checkout = root.parent
     if root.name != "python":
         raise CopyError(f"{path}: not a checkout of SGLang (no python/sglang/srt); name its folder")
-    files = {checkout / name: text for name, text in read_files().items()}
-    # A link to nowhere counts as well.
-    exist = [file for file in files if file.exists() or file.is_symlink()]
-    if exist:
-        names = ", ".join(str(file.relative_to(checkout)) for file in exist)
-        raise CopyError(f"{checkout}: nothing written: {names} exists already; delete it to renew")
-    for file in files:
-        if not file.parent.resolve().is_relative_to(checkout.resolve()):
-            raise CopyError(f"{file.parent}: nothing written: it is a link out of {checkout}")
-    try:
-        with contextlib.ExitStack() as undo:
-            for file, text in files.items():
-                for folder in reversed([p for p in file.parents if not p.exists()]):
-                    folder.mkdir()
-                    undo.callback(folder.rmdir)
-                write_file(file, text)
-                undo.callback(file.unlink)
-            undo.pop_all()
-    except OSError as error:
-        raise CopyError(f"{error.filename}: nothing written: {error.strerror}") from None
-    return list(files)
+    files = read_files()
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
+        try:
+            top = opened.enter_context(Folder(checkout))
+            if not top.lock():
+                raise CopyError(f"{checkout}: another run is at work on it; wait for it")
+            # A link to nowhere counts as well.
+            exist = [n for n in files if os.path.lexists(checkout / n)]
+            if exist:
+                raise CopyError(
+                    f"{checkout}: nothing written: {', '.join(map(str, exist))} exists already; "
+                    "delete it to renew"
+                )
+            for name, text in files.items():
+                folder = top
+                for part in name.parent.parts:
+                    folder.make(part, undo)
+                    folder = opened.enter_context(folder.open(part))
+                # What a killed run left lies under the lock of the checkout.
+                folder.sweep()
+                folder.write_new(name.name, text, undo)
+        except (OSError, Interrupted) as error:
+            raise CopyError(f"{checkout}: nothing written: {give_reason(error)}") from None
+        undo.pop_all()
+    return [checkout / name for name in files]
 
 
 def read_files() -> dict[Path, bytes]:
@@ -67,6 +74,6 @@ def read_files() -> dict[Path, bytes]:
     shipped = package / "fork_ci" / "registered"
     tests = shipped if shipped.is_dir() else package.parent.parent / TESTS
     files = {TESTS / file.name: file.read_bytes() for file in sorted(tests.glob("*.py"))}
-    template = (package / "fork_ci" / WORKFLOW.name).read_text()
+    template = (package / "fork_ci" / WORKFLOW.name).read_text(encoding="utf-8")
     files[WORKFLOW] = template.replace("@VERSION@", __version__).encode()
     return files

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from inkling_sconv.proof.architecture import END_OF_TEXT, OptionError, list_shapes, make_config
 from inkling_sconv.proof.tokenizer import make_tokenizer, make_tokenizer_config
 from inkling_sconv.proof.weights import draw_weights, make_generator
-from inkling_sconv.trees.replacement import write_file
+from inkling_sconv.trees.folder import write_output
 
 MAX_BYTES = 80_000_000
 """Upper bound of a checkpoint's size in bytes: it is copied to GPU machines and CI caches."""
@@ -148,7 +148,7 @@ def write_kl_prompts(
     cache.mkdir(parents=True, exist_ok=True)
     name = model.replace("/", "_").replace("\\", "_")
     path = cache / f"input_ids_{name}_{prompt_tokens}_{samples}.json"
-    write_file(path, json.dumps(prompts).encode())
+    write_output(path, json.dumps(prompts).encode())
     return path
 
 

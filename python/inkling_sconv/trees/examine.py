@@ -33,17 +33,29 @@ def examine_tree(tree: Tree, *, installed: bool) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "inkling_sconv.plugin.advice", module]
     if installed:
         command.append("--plugins")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=environment,
+        input="",
+        capture_output=True,
+        # A tree may print anything.
+        encoding="utf-8",
+        errors="replace",
+    )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["the process ended without an error message"]
         return report | {"state": "unknown", "why": lines[-1]}
-    answer = json.loads(done.stdout.splitlines()[-1])
+    try:
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+        backends = list(answer["backends"])
+    except (ValueError, LookupError, TypeError):
+        return report | {"state": "unknown", "why": "the process ended without an answer"}
     report["how"] = "run on CPU tensors" + (", SGLang's plugins loaded" if installed else "")
-    if not answer["backends"]:
+    if not backends:
         return report | {"state": "absent", "why": f"no class defines {REFRESH}"}
     # A subclass is listed only if it overrides the refresh.
-    worst = max(answer["backends"], key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
-    bare = dict(zip((b["name"] for b in answer["backends"]), answer["bare"], strict=False))
+    worst = max(backends, key=lambda b: sum(r["verdict"] == "broken" for r in b["rows"]))
+    bare = dict(zip((b["name"] for b in backends), answer["bare"], strict=False))
     if bare.get(worst["name"], worst["state"]) != worst["state"]:
         report["bare"] = bare[worst["name"]]
     keys = ("state", "rows", "setting", *(["why"] if worst["state"] == "unknown" else []))

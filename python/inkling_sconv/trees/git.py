@@ -2,9 +2,13 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from inkling_sconv.errors import UserError
+
+_INHERITED = ("GIT_AUTHOR_", "GIT_COMMITTER_", "GIT_CONFIG_", "GIT_EXEC_PATH")
+"""The caller's variables that say who commits and how; all others, as in a hook, say where."""
 
 
 class GitError(UserError):
@@ -15,11 +19,16 @@ def run(
     folder: Path, *arguments: str, env: dict[str, str] | None = None, text: bytes | None = None
 ) -> bytes:
     """Return what ``git -C FOLDER ARGUMENTS`` prints; ``text`` is its standard input."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(_INHERITED)
+    }
     try:
         return subprocess.run(
             ["git", "-C", str(folder), *arguments],
-            env={**os.environ, **(env or {})},
-            input=text,
+            env={**inherited, **(env or {})},
+            input=text or b"",
             check=True,
             capture_output=True,
         ).stdout
@@ -55,3 +64,17 @@ def find_checkout(path: Path) -> Path | None:
         return Path(read_line(path.parent, "rev-parse", "--show-toplevel"))
     except GitError:
         return None
+
+
+def find_git_folders(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Find the tops of the checkouts around ``path`` and their git directories, innermost first.
+
+    This reads files alone: it needs no git, and does not mind who owns the checkout.
+    """
+    for top in path.parents:
+        folder = top / ".git"
+        if folder.is_file():
+            # A worktree or a submodule.
+            folder = top / os.fsdecode(folder.read_bytes().removeprefix(b"gitdir:").strip())
+        if os.path.lexists(folder / "HEAD"):
+            yield top, folder

@@ -1,132 +1,212 @@
-"""Replace a file, all or nothing, and restore it byte for byte.
+"""Replace a file by a text that is checked in its place, and restore it byte for byte.
 
-The backup lies beside the file, or in the git directory of the checkout that tracks the file. It is
-on disk before the file changes: a crash at any point leaves the old file or the new one.
+A record keeps what the file held: in the git directory around it, or beside it. The record is on
+disk before the file changes, and says whether the new text has passed its check. A crash at any
+point leaves the old file or the new one, and a record that tells which.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from inkling_sconv.errors import UserError
+from inkling_sconv.errors import UserError, give_reason
 from inkling_sconv.trees import git
+from inkling_sconv.trees.folder import Folder, open_below
 
 
 class ReplaceError(UserError):
-    """The file could not be replaced or restored. It is unchanged."""
+    """The file could not be replaced or restored. The message says what is on disk."""
 
 
-def replace_file(path: Path, before: bytes, after: bytes) -> None:
-    """Replace the text ``before`` of ``path`` by ``after``, and back ``before`` up.
+@dataclass(frozen=True)
+class Record:
+    """What ``replace`` wrote down: the text ``before``, the hash of the text ``after``.
 
-    The file keeps its mode and owner.
-
-    Raises:
-        ReplaceError: the file is a link, cannot be written, does not hold ``before``, or another
-            run holds its lock.
+    ``verified``: the check of ``after`` has passed. ``place``: where the record lies.
     """
-    with _lock_folder(path):
-        if path.read_bytes() != before:
-            raise ReplaceError(f"{path}: changed meanwhile; run it again")
-        record = json.dumps({"file": path.name, "after": _hash(after)}).encode()
-        backup = _find_backup(path)
-        backup.parent.mkdir(parents=True, exist_ok=True)
-        write_file(backup, record + b"\n" + before)
-        write_file(path, after, like=path)
 
+    before: bytes
+    after: str
+    verified: bool
+    place: Path
 
-def restore_file(path: Path) -> bool:
-    """Put back what ``replace_file`` found in ``path``, and delete the backup.
-
-    Returns:
-        False if the file holds that text already.
-
-    Raises:
-        ReplaceError: there is no backup of this file, it was edited after ``replace_file``, is a
-            link, cannot be written, or another run holds its lock.
-    """
-    with _lock_folder(path):
-        backup = _find_backup(path)
-        try:
-            head, _, before = backup.read_bytes().partition(b"\n")
-        except FileNotFoundError:
-            raise ReplaceError(f"{path}: was not written by apply; nothing to take back") from None
-        now = path.read_bytes()
-        if now != before:
-            if _hash(now) != json.loads(head)["after"]:
-                raise ReplaceError(
-                    f"{path}: edited after apply; left as it is. The original is in {backup}, "
-                    "after its first line"
-                )
-            write_file(path, before, like=path)
-        _name_temporary(path).unlink(missing_ok=True)
-        backup.unlink()
-        return now != before
+    def describes(self, text: bytes) -> bool:
+        """Whether ``text`` is what ``replace`` wrote."""
+        return _hash(text) == self.after
 
 
 @contextlib.contextmanager
-def _lock_folder(path: Path) -> Iterator[None]:
-    """Lock the file's folder, and turn the system's errors into ``ReplaceError``."""
-    if path.is_symlink():
-        raise ReplaceError(f"{path}: is a link to {path.resolve()}; run it on the tree of that")
-    try:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        except BlockingIOError:
-            raise ReplaceError(f"{path}: another run is at work on it; wait for it") from None
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise ReplaceError(f"{path}: not written ({error.strerror}: {error.filename})") from None
+def lock_file(top: Path, path: Path, *, shared: bool = False) -> Iterator["LockedFile"]:
+    """Lock the folder of ``path``, a file of the tree ``top``, for as long as the block runs.
 
-
-def write_file(path: Path, text: bytes, like: Path | None = None) -> None:
-    """Write ``text`` as the whole file ``path``, with the mode and owner of ``like``.
+    With ``shared``, others may read too, and nothing may be changed.
 
     Raises:
-        OSError: the file could not be written; it is as it was.
+        ReplaceError: another run holds the lock.
+        LinkError: the file, or a folder between it and ``top``, is a link.
     """
-    # The name is fixed, so a run overwrites what a killed one left. The lock makes that safe.
-    temporary = _name_temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            if like is not None:
-                status = like.stat()
-                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
-                if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), status.st_uid, status.st_gid)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with open_below(top, path.parent) as folder:
+        folder.refuse_link(path.name)
+        if not folder.lock(shared=shared):
+            raise ReplaceError(f"{path}: another run is at work on it; wait for it")
+        if not shared:
+            folder.sweep()
+        yield LockedFile(folder, path)
 
 
-def _name_temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.inkling-sconv.new")
+class LockedFile:
+    """A file that no other run of ours changes meanwhile."""
 
+    def __init__(self, folder: Folder, path: Path):
+        self.folder, self.path = folder, path
 
-def _find_backup(path: Path) -> Path:
-    """Find the backup's place. If git tracks the file, ``git status`` does not show the backup."""
-    checkout = git.find_checkout(path)
-    if checkout is None:
-        return path.with_name(f".{path.name}.inkling-sconv.before")
-    folder = git.find_git_path(checkout, "inkling-sconv")
-    return folder / f"{_hash(os.fsencode(path.resolve()))[:16]}.before"
+    def read(self) -> bytes:
+        """Read the file."""
+        return self.folder.read(self.path.name)[0]
+
+    def read_record(self) -> Record | None:
+        """Read the record of this file, wherever it lies.
+
+        Raises:
+            ReplaceError: it is damaged.
+        """
+        for place in self._list_places():
+            try:
+                with self._open_place(place) as folder:
+                    head, _, before = folder.read(place.name)[0].partition(b"\n")
+            except FileNotFoundError:
+                continue
+            try:
+                content = json.loads(head)
+                if content["before"] == _hash(before):
+                    return Record(before, content["after"], content["verified"] is True, place)
+            except (ValueError, LookupError, TypeError):
+                pass
+            raise ReplaceError(
+                f"{self.path}: its record is damaged; left as it is. What is left of the original "
+                f"is in {place}, after its first line; put it back by hand, and delete {place}"
+            )
+        return None
+
+    def replace(self, before: bytes, after: bytes, check: Callable[[], None]) -> None:
+        """Replace the text ``before`` by ``after`` if ``check`` returns; else put it back.
+
+        The file keeps its mode and owner. Until ``check`` has returned, the record says that
+        ``after`` is not verified.
+
+        Raises:
+            ReplaceError: the file cannot be written, does not hold ``before``, or ``check`` raised;
+                the message says what is on disk.
+        """
+        now, status = self.folder.read(self.path.name)
+        if now != before:
+            raise ReplaceError(f"{self.path}: changed meanwhile; run it again")
+        spare = None
+        try:
+            self._write_record(before, _hash(after), verified=False)
+            # To put this back takes no room on a full disk.
+            spare = self.folder.write_temporary(before, status)
+            self.folder.write(self.path.name, after, status)
+            check()
+            if self.read() != after:
+                raise ReplaceError("edited while it was checked")
+            self._write_record(before, _hash(after), verified=True)
+        except BaseException as error:
+            state = self._put_back(before, after, spare)
+            raise ReplaceError(f"{self.path}: {state}: {give_reason(error)}") from error
+        self.folder.sweep()
+
+    def _put_back(self, before: bytes, after: bytes, spare: str | None) -> str:
+        """Put the spare copy back, and say what is on disk then."""
+        try:
+            now, state = self.read(), "not written"
+            if now == after and spare is not None:
+                self.folder.rename(spare, self.path.name)
+                state = "put back"
+            elif now != before:
+                places = " or ".join(map(str, self._list_places()))
+                return f"edited meanwhile and left so, the original is in {places}"
+            self.folder.sweep()
+            self.forget()
+        except (OSError, UserError) as error:
+            return f"not verified, and not put back ({give_reason(error)}), run revert"
+        return state
+
+    def restore(self) -> bool:
+        """Put back what ``replace`` found, and delete the record.
+
+        Returns:
+            False if the file holds that text already.
+
+        Raises:
+            ReplaceError: there is no record, it is damaged, or the file was edited afterwards.
+        """
+        record = self.read_record()
+        if record is None:
+            raise ReplaceError(f"{self.path}: was not written by apply; nothing to take back")
+        now, status = self.folder.read(self.path.name)
+        if now != record.before:
+            if not record.describes(now):
+                raise ReplaceError(
+                    f"{self.path}: edited after apply; left as it is. The original is in "
+                    f"{record.place}, after its first line"
+                )
+            self.folder.write(self.path.name, record.before, status)
+        self.forget()
+        return now != record.before
+
+    def is_unverified(self, record: Record | None) -> bool:
+        """Whether the file holds a text that ``replace`` wrote and whose check has not passed."""
+        return record is not None and not record.verified and self.read() != record.before
+
+    def approve(self, record: Record) -> None:
+        """Write down that what the file holds now has passed its check."""
+        self._write_record(record.before, record.after, verified=True)
+
+    def forget(self) -> None:
+        """Delete the record."""
+        for place in self._list_places():
+            with contextlib.suppress(FileNotFoundError), self._open_place(place) as folder:
+                folder.remove(place.name)
+
+    def _write_record(self, before: bytes, after: str, *, verified: bool) -> None:
+        place, *others = self._list_places()
+        content = {"before": _hash(before), "after": after, "verified": verified}
+        with self._open_place(place, make=True) as folder:
+            folder.write(place.name, json.dumps(content).encode() + b"\n" + before)
+        for other in others:
+            with contextlib.suppress(FileNotFoundError), self._open_place(other) as folder:
+                folder.remove(other.name)
+
+    def _list_places(self) -> list[Path]:
+        """List where the record may lie, the place for a new one first.
+
+        A git directory is best: ``git status`` does not show the record there. The name is that
+        of the file within the checkout, which may be moved.
+        """
+        path = self.path.resolve()
+        places = [
+            folder / "inkling-sconv" / f"{_hash(os.fsencode(path.relative_to(top)))[:16]}.before"
+            for top, folder in git.find_git_folders(path)
+        ]
+        return [*places, self.path.with_name(f".{self.path.name}.inkling-sconv.before")]
+
+    @contextlib.contextmanager
+    def _open_place(self, place: Path, *, make: bool = False) -> Iterator[Folder]:
+        if place.parent == self.path.parent:
+            yield self.folder
+            return
+        with Folder(place.parent.parent) as git_folder:
+            if make:
+                git_folder.make(place.parent.name, contextlib.ExitStack())
+            with git_folder.open(place.parent.name) as folder:
+                if make:
+                    folder.sweep()
+                yield folder
 
 
 def _hash(text: bytes) -> str:

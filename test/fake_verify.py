@@ -3,10 +3,10 @@
 import functools
 
 import fake_server
-from inkling_sconv import cli
+from inkling_sconv.__main__ import command
 from inkling_sconv.proof import server, verify
 
 verify.why_unavailable = lambda: None
 verify.Server = functools.partial(server.Server, command=fake_server.COMMAND)
 server.GRACE_SECONDS = 1
-cli.app()
+command()

@@ -1,5 +1,6 @@
 """``inkling-sconv`` on real trees: what it prints, its exit codes, and what git makes of it."""
 
+import ast
 import json
 import os
 import re
@@ -17,6 +18,8 @@ import variants
 from inkling_sconv import cli
 from inkling_sconv.codemod.guard import add_guard
 from inkling_sconv.codemod.shape import Shape, read_shape
+from inkling_sconv.errors import Interrupted
+from inkling_sconv.names import REFRESH
 from inkling_sconv.plugin import advice
 from inkling_sconv.probe import contract
 from inkling_sconv.probe.backend import State
@@ -144,9 +147,11 @@ def test_doctor(share_process, tree, tmp_path):
     assert f"state: {state}, run on CPU tensors" in lines and lines[-1].startswith("next: ")
     assert {"crashing": "apply --diff", "untracked": "0.5.18"}.get(state, "is safe") in lines[-1]
     assert lines[-1].endswith(setting)
-    table = re.sub(r"\W+", "", shown.stdout)
-    fixed = [name for name in ALL if re.sub(r"\W+", "", f"fixed by {name}") in table]
+    # No terminal, so a line for each check, whatever its width.
+    fixed = [line.split("; fixed by ")[1] for line in lines if "; fixed by " in line]
     assert fixed == HARMS[tree]
+    words = r"(holds|broken|limit): .+: .+"
+    assert sum(bool(re.fullmatch(words, line)) for line in lines) == len(report["rows"])
 
     static = json.loads(run("doctor --static --json", root).stdout)
     assert static["state"] == state and static["exit"] == report["exit"]
@@ -328,6 +333,107 @@ def test_a_path_that_is_no_tree(tmp_path):
     assert "in several files" in read_error(run("doctor", tmp_path))
 
 
+def make_wheel(path: Path, *, encrypted: bool) -> Path:
+    """Write a wheel whose one file is encrypted, or damaged."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("sglang/srt/__init__.py", CRASHING)
+    text = bytearray(path.read_bytes())
+    if encrypted:
+        for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+            text[text.index(mark) + flags] |= 1
+    else:
+        text[200:300] = bytes(100)
+    path.write_bytes(text)
+    return path
+
+
+def test_a_wheel_that_cannot_be_read(tmp_path):
+    for encrypted in (True, False):
+        wheel = make_wheel(tmp_path / "a.whl", encrypted=encrypted)
+        for command in ("doctor", "doctor --static"):
+            assert "cannot read the wheel (" in read_error(run(command, wheel))
+    os.mkfifo(tmp_path / "fifo.whl")
+    assert "not a regular file" in read_error(run("doctor", tmp_path / "fifo.whl"))
+
+
+@pytest.mark.parametrize("kind", ("fifo", "loop", "folder"))
+def test_a_backend_that_is_no_file(tmp_path, kind):
+    file = tmp_path / NAME
+    file.parent.mkdir(parents=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file.name) if kind == "loop" else file.mkdir()
+    for command in ("doctor", "doctor --static", "apply", "apply --check", "export", "revert"):
+        assert f"{file}: not a regular file" in read_error(run(command, tmp_path))
+    # Nor is one looked into where the file has moved.
+    file.rename(file.with_name("x.py"))
+    file.with_name("fork.py").write_bytes(CRASHING)
+    assert run("apply --check", tmp_path).exit_code == 1
+
+
+INNER = {
+    "doctor": "trees.examine.examine_tree",
+    "apply": "cli.edit.lock_file",
+    "revert": "cli.edit.lock_file",
+    "export": "codemod.commit.make_mailbox",
+    "ci-init": "fork_ci.copy.copy_into",
+    "watch": "trees.watch.look_for_releases",
+    "verify": "proof.verify.why_unavailable",
+    "tiny": "proof.checkpoint.write_checkpoint",
+}
+
+
+@pytest.mark.parametrize("command", INNER)
+def test_whatever_happens_is_one_line(checkout, monkeypatch, command):
+    for error, line in (
+        (RuntimeError("a\nb\x1b[31m"), "unforeseen RuntimeError: a\\nb\\x1b[31m; please report it"),
+        (RecursionError("deep"), "unforeseen RecursionError: deep; please report it"),
+        (Interrupted("interrupted by SIGTERM"), "interrupted by SIGTERM"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ):
+
+        def fail(*_: object, error: BaseException = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(f"inkling_sconv.{INNER[command]}", fail)
+        words = () if command in ("watch", "verify") else (checkout,)
+        prefix = "inkling-sconv tiny" if isinstance(error, OSError) and command == "tiny" else ""
+        assert read_error(run(command, *words)) == f"{prefix or 'inkling-sconv'}: {line}"
+
+
+def test_a_wrong_command_line_is_one_line():
+    for words in ("apply --nope", "nope", "verify --heads 99", "tiny --nope", "tiny"):
+        assert read_error(run(words)).startswith("inkling-sconv")
+    assert run("").exit_code == 2 and "Usage: " in run("").output
+
+
+@pytest.mark.parametrize("output", (">/dev/full", ">&-", "| true"))
+@pytest.mark.parametrize("words", ("doctor --static", "apply --diff", "--help", "--version"))
+def test_an_output_that_takes_nothing(tmp_path, output, words):
+    file = tmp_path / "\udcff" / NAME
+    file.parent.mkdir(parents=True)
+    file.write_bytes(CRASHING)
+    if not words.startswith("--"):
+        words = f"{words} {tmp_path}/*"
+    code = "import time; from inkling_sconv.__main__ import command; time.sleep(0.2); command()"
+    script = f"""set -o pipefail; "$0" -c "$1" {words} {output}"""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, code], capture_output=True, env=environment
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(b"inkling-sconv: ")
+    # The same where the output takes everything, but not every character.
+    done = subprocess.run(
+        ["bash", "-c", script.removesuffix(output), sys.executable, code],
+        capture_output=True,
+        env=environment,
+    )
+    assert done.returncode == (words.startswith("doctor")) and done.stdout and not done.stderr
+
+
 def test_a_fork_that_moved_the_file(share_process, tmp_path):
     root = releases.fork("0.5.18", "", tmp_path / "tree")
     (root / releases.BACKEND).unlink()
@@ -381,6 +487,33 @@ def test_apply_and_revert(share_process, checkout):
     assert "nothing to take back" in read_error(run("revert", checkout))
     subprocess.run(["git", "apply", "-"], cwd=checkout, input=diff.stdout_bytes, check=True)
     assert read(checkout) == text
+
+
+@pytest.mark.parametrize("encoding", ("latin-1", "cp1252", "shift_jis", "utf-8-sig"))
+@pytest.mark.parametrize("end", ("\n", "\r\n", ""))
+def test_git_takes_the_diff(checkout, encoding, end):
+    """In any encoding, and for a method that ends the file without a newline."""
+    text = CRASHING.decode()
+    if not end:
+        (node,) = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef) and node.name == REFRESH
+        ]
+        text = "\n".join(text.split("\n")[: node.end_lineno])
+    letter = "\u30ab" if encoding == "shift_jis" else "\xe9"
+    head = "" if encoding == "utf-8-sig" else f"# -*- coding: {encoding} -*-\n"
+    text = f"{head}# {letter}\n{text}".replace(
+        "        live = min(", f"        # {letter}\n        live = min("
+    )
+    commit(checkout, text.replace("\n", end or "\n").encode(encoding), encoding)
+    diff = run("apply --diff", checkout)
+    assert diff.exit_code == 0
+    command = ["git", "apply", "--whitespace=nowarn", "-"]
+    subprocess.run(command, cwd=checkout, input=diff.stdout_bytes, check=True)
+    assert read(checkout) == add_guard(
+        text.replace("\n", end or "\n").encode(encoding), format_as=checkout / NAME
+    )
 
 
 @pytest.mark.parametrize(

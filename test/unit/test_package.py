@@ -13,6 +13,8 @@ import inkling_sconv
 import pytest
 import releases
 import wrapt
+from inkling_sconv.errors import make_line
+from inkling_sconv.plugin import fixes, settings
 from packaging.requirements import Requirement
 from test_releases import check_log
 
@@ -96,3 +98,20 @@ def test_status_of_the_crashing_fork(drive):
     line, *fixes = seen["output"].splitlines()
     assert seen["code"] == 0 and "is crashing" in line and "replaced" in line
     check_log([f"WARNING {fix}" for fix in fixes], releases.CRASHING)
+
+
+@pytest.mark.parametrize("value", ("0", "false", "No", "none", "OFF"))
+def test_words_that_turn_it_off(monkeypatch, caplog, value):
+    monkeypatch.setenv("INKLING_SCONV", value)
+    assert settings.read_mode() is settings.Mode.OFF and caplog.records == []
+    assert settings.list_obstacles({"draft-window"}, "") == ["INKLING_SCONV"]
+
+
+def test_a_log_line_is_one_line_without_escape_sequences(monkeypatch, caplog):
+    monkeypatch.setenv("INKLING_SCONV_FIXES", "none,\x1b[31mred\n,\u202eb,\udcff")
+    monkeypatch.setenv("INKLING_SCONV", "\x1b]0;x\x07")
+    fixes.install_fixes([], set())
+    settings.read_mode()
+    assert len(caplog.records) == 2 and "\\x1b[31mred" in caplog.text
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+    assert make_line("a\u00e9 \t\x1b\U0001f600") == "a\u00e9 \\t\\x1b\U0001f600"

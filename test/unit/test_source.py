@@ -6,11 +6,13 @@ import io
 import os
 import subprocess
 import sys
+import time
 import tokenize
 
 import pytest
 import releases
 import variants
+from inkling_sconv.codemod import guard
 from inkling_sconv.codemod.guard import add_guard, describe_by_hand
 from inkling_sconv.codemod.shape import RefusedError, Shape, read_shape
 from inkling_sconv.codemod.unguard import remove_guard
@@ -134,6 +136,34 @@ def test_the_healed_method_is_upstream_s():
         remove_guard(CRASHING.encode())
     with pytest.raises(RefusedError, match="not an `if`"):
         remove_guard(bind_guard("an expression"))
+
+
+@pytest.mark.parametrize("deep", ("f({})", "[{}]", "a[{}]", "-{}", "(1 if 2 else {})", "f(*{})"))
+def test_deep_nesting_is_healed_or_refused(deep):
+    """Up to the limit, in the method and outside."""
+    for levels in (60, 90, 190, 199, 300):
+        inner = "0"
+        for _ in range(levels):
+            inner = deep.format(inner)
+        for text in (
+            CRASHING.replace("        live = min(", f"        x = {inner}\n        live = min("),
+            f"{CRASHING}\nx = {inner}\n",
+        ):
+            try:
+                assert read_shape(add_guard(text.encode())) is Shape.GUARDED
+            except RefusedError as error:
+                assert levels > 90 and ("nested deeper" in str(error) or "not Python" in str(error))
+            assert describe_by_hand(text.encode()).startswith("By hand: ")
+
+
+def test_a_formatter_that_does_not_end(tmp_path, monkeypatch):
+    (tmp_path / "ruff").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "ruff").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(guard, "RUFF_SECONDS", 0.2)
+    start = time.monotonic()
+    after = add_guard(CRASHING.encode(), format_as=tmp_path / "backend.py")
+    assert after == add_guard(CRASHING.encode()) and time.monotonic() - start < 30
 
 
 def test_a_command_takes_little_more_than_its_libraries(tmp_path):

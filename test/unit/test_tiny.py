@@ -113,7 +113,7 @@ def test_bad_options_give_one_line(arguments, says, tmp_path, capfd, monkeypatch
     for file in ("FULL/mine", "FILE"):
         (tmp_path / file).write_text("keep")
     before = sorted(map(str, tmp_path.rglob("*")))
-    assert checkpoint.main(arguments.split()) == 1
+    assert checkpoint.main(arguments.split()) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err, err
     assert sorted(map(str, tmp_path.rglob("*"))) == before

@@ -52,13 +52,17 @@ class Commands(TyperGroup):
 
 def _report(error: BaseException) -> int:
     """Print one line about ``error``, and return the exit code."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+    if isinstance(error, SystemExit):
+        if not isinstance(error.__context__, BrokenPipeError):
+            return error.code if isinstance(error.code, int) else COULD_NOT_TELL
+        # Typer exits with 1 then.
+        error = error.__context__
     # Typer has its own copy of Click's errors: a wrong command line, or a request for help.
     if hasattr(error, "format_message"):
         message = error.format_message()
-        if "\n" in message:
-            print(message, file=sys.stderr)
+        if not message or "\n" in message:
+            # The help, which Rich has printed already, or which is the message.
+            print(message, end="", file=sys.stderr)
             return COULD_NOT_TELL
     else:
         message = give_reason(error)

@@ -8,6 +8,7 @@ import typer
 
 from inkling_sconv.cli import common
 from inkling_sconv.cli.common import COULD_NOT_TELL, HEALTHY, NEEDS_THE_FIX
+from inkling_sconv.errors import make_line
 from inkling_sconv.trees.tree import Tree, open_tree
 
 STYLES = {"holds": "green", "limit": "yellow", "broken": "red"}
@@ -119,25 +120,44 @@ def _advise(report: dict[str, Any]) -> str:
 
 def _print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
+    console = Console()
     if report["rows"]:
-        table = Table(title=f"{report['backend']} in {report['tree']}")
-        for heading in ("", "check", "upstream", "found"):
-            table.add_column(heading, overflow="fold")
-        for row in report["rows"]:
-            verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
-            fix = f"; fixed by {row['fix']}" if row["fix"] and row["verdict"] != "holds" else ""
-            table.add_row(verdict, row["asked"], row["change"], Text(row["seen"] + fix))
-        Console().print(table)
+        title = f"{report['backend']} in {report['tree']}"
+        if console.is_terminal:
+            _print_table(console, title, report["rows"])
+        else:
+            # A table would be cut to a width that nobody chose.
+            print(make_line(title))
+            for row in report["rows"]:
+                change = f" ({row['change']})" if row["change"] else ""
+                print(make_line(f"{row['verdict']}: {row['asked']}{change}: {_describe(row)}"))
         limits = sum(row["verdict"] == "limit" for row in report["rows"])
         if limits and report["exit"] == HEALTHY:
             print(f"limits: {limits}, known; the server's answers stay right")
     if "plugin" in report:
-        print(f"plugin: {report['plugin']}")
+        print(make_line(f"plugin: {report['plugin']}"))
     why = f" ({report['why']})" if "why" in report else ""
     bare = f", {report['bare']} without plugins" if "bare" in report else ""
     how = f", {report['how']}" if "how" in report else ""
-    print(f"state: {report['state']}{why}{bare}{how}")
-    print(f"next: {_advise(report)}")
+    print(make_line(f"state: {report['state']}{why}{bare}{how}"))
+    print(make_line(f"next: {_advise(report)}"))
+
+
+def _print_table(console: Any, title: str, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=make_line(title))
+    for heading in ("", "check", "upstream", "found"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        verdict = Text(row["verdict"], style=STYLES[row["verdict"]])
+        table.add_row(verdict, row["asked"], row["change"], Text(make_line(_describe(row))))
+    console.print(table)
+
+
+def _describe(row: dict[str, Any]) -> str:
+    """Return what was seen, and the fix."""
+    fixed = row["fix"] and row["verdict"] != "holds"
+    return f"{row['seen']}; fixed by {row['fix']}" if fixed else str(row["seen"])

@@ -1,7 +1,8 @@
 """``inkling-sconv apply``, its undo ``revert``, and ``export``: the commands that edit a tree."""
 
 import difflib
-import io
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +55,8 @@ def _print_edit(tree: Tree, file: LockedFile, inert_fill: bool, check: bool, dif
     if diff:
         # As seen from where ``git apply`` or ``patch -p1`` runs.
         top = tree.root.parent if tree.root.name == "python" else tree.root
-        sys.stdout.write(_format_diff(file.path.relative_to(top), before, after))
+        sys.stdout.buffer.write(_format_diff(file.path.relative_to(top), before, after))
+        sys.stdout.buffer.flush()
     if check:
         print(f"{file.path}: needs the edit")
         raise typer.Exit(common.NEEDS_THE_FIX)
@@ -167,9 +169,10 @@ def _edit_file(file: Path, before: bytes, inert_fill: bool) -> bytes:
         raise RefusedError(f"{file}: {error}; not touched. {describe_by_hand(before)}") from None
 
 
-def _format_diff(name: Path, before: bytes, after: bytes) -> str:
-    # Only a newline ends a line of a patch; splitlines() ends one at a form feed too.
-    old, new = (
-        list(io.StringIO(text.decode(errors="replace"), newline="\n")) for text in (before, after)
-    )
-    return "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+def _format_diff(name: Path, before: bytes, after: bytes) -> bytes:
+    # Only a newline ends a line of a patch, whatever the encoding of the file.
+    old, new = (re.findall(rb"[^\n]*\n|[^\n]+", text) for text in (before, after))
+    theirs, ours = (os.fsencode(f"{side}/{name}") for side in "ab")
+    lines = difflib.diff_bytes(difflib.unified_diff, old, new, theirs, ours)
+    unended = b"\n\\ No newline at end of file\n"
+    return b"".join(line if line.endswith(b"\n") else line + unended for line in lines)

@@ -23,6 +23,9 @@ INERT_FIELDS = {
     names.TRACK_SEQLENS: "",
 }
 
+RUFF_SECONDS = 10
+"""What ruff may take for a file. For a megabyte of comments it would take minutes."""
+
 
 def add_guard(text: bytes, *, inert_fill: bool = False, format_as: Path | None = None) -> bytes:
     """Add the guard to the refresh in ``text``, the bytes of a whole file; return the whole file.
@@ -218,15 +221,20 @@ def _parse_statements(module: cst.Module, code: str) -> tuple[cst.BaseStatement,
 
 
 def _format_like(before: bytes, after: bytes, place: Path | None) -> bytes:
-    """Format ``after`` with ruff if ``before`` is formatted."""
+    """Format ``after`` with ruff if ``before`` is formatted, and ruff says so within the limit."""
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if place is None or ruff is None:
         return after
     command = [ruff, "format", "--quiet", "--no-cache", "--stdin-filename", place.name, "-"]
-    results = [
-        subprocess.run(command, input=text, capture_output=True, cwd=place.parent)
-        for text in (before, after)
-    ]
+    try:
+        results = [
+            subprocess.run(
+                command, input=text, capture_output=True, cwd=place.parent, timeout=RUFF_SECONDS
+            )
+            for text in (before, after)
+        ]
+    except subprocess.TimeoutExpired:
+        return after
     if any(result.returncode for result in results) or results[0].stdout != before:
         return after
     return results[1].stdout

@@ -2,6 +2,7 @@
 
 import ast
 import enum
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -169,6 +170,8 @@ def parse(text: bytes) -> cst.Module:
         RefusedError: it is not Python, or its bytes could not be written back as they are.
     """
     _check_python(text)
+    # LibCST walks a tree with up to twenty calls a level.
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 25 * MAX_DEPTH))
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
@@ -199,9 +202,10 @@ def _check_python(text: bytes) -> None:
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield ``node`` and all nodes below it, in the order of the text."""
-    yield node
-    for child in node.children:
-        yield from walk(child)
+    pending = [node]
+    while pending:
+        yield (node := pending.pop())
+        pending += reversed(node.children)
 
 
 def find_methods(module: cst.Module) -> list[RefreshMethod]:

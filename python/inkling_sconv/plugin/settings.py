@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from inkling_sconv import __version__
+from inkling_sconv.errors import make_line
 from inkling_sconv.names import (
     DRAFT_EXTEND_VARIABLE,
     FIXES_VARIABLE,
@@ -18,6 +19,7 @@ from inkling_sconv.names import (
 )
 
 logger = logging.getLogger("inkling_sconv")
+_OFF = ("off", "0", "false", "no", "none")
 
 
 class Mode(str, enum.Enum):
@@ -30,7 +32,11 @@ class Mode(str, enum.Enum):
     FORCE = "force"
     """Replace every class except exempt ones, recognised or not, if our refresh works there."""
     OFF = "off"
-    """Change nothing."""
+    """Change nothing. ``0``, ``false``, ``no`` and ``none`` mean this too."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Mode | None":
+        return cls.OFF if value in _OFF else None
 
 
 class DraftExtend(str, enum.Enum):
@@ -104,7 +110,7 @@ def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
     )
     obstacles = {
         PLUGINS_VARIABLE: not is_allowed(),
-        MODE_VARIABLE: mode == Mode.OFF,
+        MODE_VARIABLE: mode in _OFF,
         FIXES_VARIABLE: bool(named) and not setting,
         DRAFT_EXTEND_VARIABLE: form == DraftExtend.INERT
         and not fixes.isdisjoint({"draft-extend", "draft-checkpoint"}),
@@ -113,8 +119,8 @@ def list_obstacles(fixes: Set[str], setting: str) -> list[str]:
 
 
 def log(level: int, message: str) -> None:
-    """Log one line that begins with our name and version."""
-    logger.log(level, "inkling_sconv %s: %s", __version__, message)
+    """Log one line that begins with our name and version; what is not printable is escaped."""
+    logger.log(level, "inkling_sconv %s: %s", __version__, make_line(message))
 
 
 def _read_choice(variable: str, default: _Choice) -> _Choice:

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from inkling_sconv.errors import give_reason, make_line
 from inkling_sconv.proof.architecture import END_OF_TEXT, OptionError, list_shapes, make_config
 from inkling_sconv.proof.tokenizer import make_tokenizer, make_tokenizer_config
 from inkling_sconv.proof.weights import draw_weights, make_generator
@@ -169,7 +170,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: 0, or 1 with one line on stderr if no checkpoint was written."""
+    """Run the command line: 0, or 2 with one line on stderr if no checkpoint was written."""
     parser = _Parser(prog="inkling-sconv tiny", description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
     parser.add_argument("--layers", type=int, default=4)
@@ -192,6 +193,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if kl_prompts:
             print(write_kl_prompts(str(out), seed=options["seed"]))
     except (OptionError, OSError) as error:
-        print(f"inkling-sconv tiny: {error}", file=sys.stderr)
-        return 1
+        print(f"inkling-sconv tiny: {make_line(give_reason(error))}", file=sys.stderr)
+        return 2
     return 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -34,14 +35,18 @@ class Tree:
 
         Raises:
             AbsentError: no file defines it.
-            TreeError: several files do.
+            TreeError: several files do, or its name is that of something else than a file.
         """
         usual = self.root / BACKEND
-        if usual.exists() or usual.is_symlink():
+        # To read a FIFO, or to import it, would wait for ever.
+        if usual.is_file():
             return usual
+        if os.path.lexists(usual):
+            raise TreeError(f"{usual}: not a regular file")
         source = self.root / "sglang" / "srt"
         needle = f"def {REFRESH}(".encode()
-        found = [path for path in sorted(source.rglob("*.py")) if needle in path.read_bytes()]
+        files = (path for path in sorted(source.rglob("*.py")) if path.is_file())
+        found = [path for path in files if needle in path.read_bytes()]
         if len(found) == 1:
             return found[0]
         names = ", ".join(str(path.relative_to(self.root)) for path in found)
@@ -83,10 +88,13 @@ def open_tree(path: Path | None) -> Iterator[Tree]:
         yield find_tree(path)
         return
     with tempfile.TemporaryDirectory(prefix="inkling-sconv-") as folder:
+        if path.exists() and not path.is_file():
+            raise TreeError(f"{path}: not a regular file")
         try:
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(folder)
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:
+            # A damaged or encrypted archive raises errors of many kinds.
             raise TreeError(f"{path}: cannot read the wheel ({error})") from None
         try:
             yield find_tree(Path(folder))

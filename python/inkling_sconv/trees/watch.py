@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from inkling_sconv.errors import UserError
+from inkling_sconv.errors import UserError, make_line
 from inkling_sconv.trees.examine import examine_tree
 from inkling_sconv.trees.tree import AbsentError, open_tree
 
@@ -184,7 +184,9 @@ def _format_body(releases: Sequence[Release], new: bool) -> str:
 def _run_pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "--no-input", *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         raise WatchError(
             f"pip {arguments[0]}: no answer in {seconds:.0f} s; check the network, and try again"
@@ -201,5 +203,5 @@ def _find_reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _shorten(text: str) -> str:
-    text = " ".join(text.split())
+    text = make_line(" ".join(text.split()))
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."

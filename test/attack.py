@@ -10,6 +10,7 @@ and files outside the tree that changed.
 import argparse
 import collections
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -89,6 +90,9 @@ class Fork:
 
     def start(self, name: str, check: Path | None) -> int:
         """Start a command in a process group of its own; return its id."""
+        self.output.unlink(missing_ok=True)
+        # What comes before the command begins is not the command's to handle.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[1:])
         if (child := os.fork()) == 0:
             code = 99
             try:
@@ -99,6 +103,7 @@ class Fork:
                 output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
                 sys.argv = ["inkling-sconv", name, str(self.top)]
                 sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
                 with replaced_python(check):
@@ -108,6 +113,7 @@ class Fork:
                 sys.stdout.flush()
             finally:
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
         return child
 
     def run(self, name: str, check: Path | None = None) -> int:
@@ -155,7 +161,7 @@ def interrupt(fork: Fork, name: str, number: int, delay: float) -> list[str]:
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
-    said = fork.output.read_text(errors="replace")
+    said = fork.output.read_text(errors="replace") if fork.output.exists() else ""
     harms = []
     if code not in (0, 2, -number):
         harms.append(f"exit {code}: {said}")
@@ -225,6 +231,11 @@ def race(fork: Fork, name: str, count: int) -> list[str]:
     return harms + judge_outside(fork)
 
 
+@functools.cache
+def read_crashing() -> bytes:
+    return releases.backend_text(releases.CRASHING).encode()
+
+
 @dataclass(frozen=True)
 class Job:
     """Rounds of one kind, which one worker plays on a tree of its own."""
@@ -239,8 +250,7 @@ class Job:
         draw = random.Random(self.seed)
         folder = Path(tempfile.mkdtemp(prefix="inkling-sconv-attack-"))
         try:
-            text = releases.backend_text(releases.CRASHING).encode()
-            fork = Fork(folder, text, self.real)
+            fork = Fork(folder, read_crashing(), self.real)
             if not self.number:
                 counts = (2,) * (self.rounds - 1) + (20,)
                 return [harm for count in counts for harm in race(fork, self.name, count)]
@@ -276,13 +286,14 @@ def attack(jobs: Sequence[Job], workers: int) -> collections.Counter[str]:
     """Play the jobs, print a line for each kind, and count the harms; others count as ``other``."""
     total = collections.Counter(dict.fromkeys(HARMS, 0))
     rounds: collections.Counter[tuple[str, str]] = collections.Counter()
-    assert cli.app  # Imported once, for every process that is forked.
+    # Imported and made once, for every process that is forked.
+    assert cli.app and read_crashing()
     with ProcessPoolExecutor(workers) as pool:
         for job, harms in zip(jobs, pool.map(Job.play, jobs), strict=True):
             kind = signal.Signals(job.number).name if job.number else "at once"
             rounds[job.name, kind + (", real check" if job.real else "")] += job.rounds
             for harm in harms:
-                print(f"{job.name} {kind}: {harm}")
+                print(f"{job.name} {kind}: {harm}", flush=True)
                 total[next((h for h in HARMS if harm.startswith(h)), "other")] += 1
     for (name, kind), count in rounds.items():
         print(f"{name} {kind}: {count}")

@@ -80,10 +80,13 @@ def command() -> None:
     """Run ``inkling-sconv``, or say what to install for it."""
     try:
         from inkling_sconv.cli import app
-        from inkling_sconv.cli.common import prepare_process
+        from inkling_sconv.cli.common import ignore_signals, prepare_process
 
         prepare_process()
-        app()
+        try:
+            app()
+        finally:
+            ignore_signals()
     except (ModuleNotFoundError, KeyboardInterrupt, Interrupted) as error:
         # Before the commands are there, which is where Typer is missing, or after they have ended.
         print(f"inkling-sconv: {give_reason(error)}", file=sys.stderr)

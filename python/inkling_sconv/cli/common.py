@@ -91,10 +91,15 @@ def prepare_process() -> None:
         output.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
+def ignore_signals() -> None:
+    """Let no signal change what has been done and said."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _interrupt(number: int, _: object) -> NoReturn:
     # A second signal must not keep the first from putting things back.
-    for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
+    ignore_signals()
     raise Interrupted(f"interrupted by {signal.Signals(number).name}")
 
 

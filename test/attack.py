@@ -84,7 +84,7 @@ class Fork:
         self.slow = write_check(self.folder / "slow", f"sleep 1; {GUARDED}")
         self.refuses = write_check(self.folder / "refuses", REFUSES)
         # Formatted as the command formats it.
-        with replaced_python(self.slow):
+        with replaced_python(None if self.real else self.slow):
             self.after = add_guard(self.before, format_as=self.file)
         self.names = self.list_names()
 
@@ -106,6 +106,9 @@ class Fork:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
                 sys.argv = ["inkling-sconv", name, str(self.top)]
                 sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+                if self.real:
+                    variables = releases.environment(self.top / "python", releases.CRASHING)
+                    os.environ["PYTHONPATH"] = variables["PYTHONPATH"]
                 with replaced_python(check):
                     command()
             except SystemExit as end:

@@ -77,16 +77,16 @@ def _apply(tree: Tree, file: LockedFile, inert_fill: bool) -> None:
             broken = "; ".join(row["seen"] for row in report["rows"] if row["verdict"] == "broken")
             why = report.get("why", broken)
             raise EditError(f"its state after the edit was {report['state']} ({why})")
-        # Before the edit counts as verified: what cannot be said is not done.
-        print(f"state: {report['state']}")
-        print(
-            "next: review with git diff and commit, or undo with inkling-sconv revert", flush=True
-        )
+        print(f"state: {report['state']}", flush=True)
+
+    def announce() -> None:
+        following = "review with git diff and commit, or undo with inkling-sconv revert"
+        print(f"next: {following}", flush=True)
 
     before = file.read()
     after = _edit_file(file.path, before, inert_fill)
     if after != before:
-        file.replace(before, after, verify)
+        file.replace(before, after, verify, announce)
     elif unverified and record is not None:
         try:
             verify()
@@ -96,6 +96,7 @@ def _apply(tree: Tree, file: LockedFile, inert_fill: bool) -> None:
                 f"The original is in {record.place}, after its first line"
             ) from None
         file.approve(record)
+        announce()
     else:
         print(f"{file.path}: nothing to do; the guard is there")
 

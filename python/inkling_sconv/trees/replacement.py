@@ -92,8 +92,16 @@ class LockedFile:
             )
         return None
 
-    def replace(self, before: bytes, after: bytes, check: Callable[[], None]) -> None:
+    def replace(
+        self,
+        before: bytes,
+        after: bytes,
+        check: Callable[[], None],
+        announce: Callable[[], None] = lambda: None,
+    ) -> None:
         """Replace the text ``before`` by ``after`` if ``check`` returns; else put it back.
+
+        ``announce`` says that it is done. What cannot be said is put back too.
 
         The file keeps its mode and owner. Until ``check`` has returned, the record says that
         ``after`` is not verified.
@@ -115,6 +123,7 @@ class LockedFile:
             if self.read() != after:
                 raise ReplaceError("edited while it was checked")
             self._write_record(before, _hash(after), verified=True)
+            announce()
         except BaseException as error:
             state = self._put_back(before, after, spare)
             raise ReplaceError(f"{self.path}: {state}: {give_reason(error)}") from error

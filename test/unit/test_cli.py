@@ -615,7 +615,7 @@ def test_an_edit_that_was_never_verified(checkout, answer):
 
 def test_attack():
     """A short run of ``test/attack.py``, which says what it does."""
-    jobs = attack.list_jobs(kills=20, signals=1, real=0, races=5)
+    jobs = attack.list_jobs(kills=20, signals=1, real=0, races=1)
     assert attack.attack(jobs, workers=3) == dict.fromkeys(attack.HARMS, 0)
 
 

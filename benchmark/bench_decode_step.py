@@ -35,7 +35,7 @@ from inkling_sconv.proof.server import (
     ServerError,
     list_mtp_options,
 )
-from inkling_sconv.trees.replacement import write_file
+from inkling_sconv.trees.folder import write_output
 from rich.console import Console
 from rich.table import Table
 from summary import format_summary, summarize
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
             report["kernel changes"] = compare_kernels(profiles)
             # After each round, so that an interrupted run keeps what it has.
             if options.json:
-                write_file(options.json, json.dumps(report).encode())
+                write_output(options.json, json.dumps(report).encode())
     console.print(make_table(measured, options.batches))
     for name, batch, part, kernel, more in report["kernel changes"]:
         console.print(f"{name}, {batch} requests, {part}: {more:+.2f} {kernel}", highlight=False)

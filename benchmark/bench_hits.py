@@ -35,7 +35,7 @@ from inkling_sconv.proof.server import (
     list_mtp_options,
     make_request,
 )
-from inkling_sconv.trees.replacement import write_file
+from inkling_sconv.trees.folder import write_output
 from rich.console import Console
 from rich.table import Table
 from summary import format_summary, summarize
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
                 }
                 # After each server, so that an interrupted run keeps what it has.
                 if options.json:
-                    write_file(options.json, json.dumps(report).encode())
+                    write_output(options.json, json.dumps(report).encode())
     whole = {name: one for name, one in measured.items() if not one["error"]}
     for heads in options.heads:
         names = [contenders.label(name, heads) for name in environments]

@@ -108,7 +108,8 @@ def expected(step: Step) -> torch.Tensor:
         row_at |= {base - step.front + i: row for i, row in enumerate(hidden[r])}
         # A boundary is saved again while its window, and a row before it, are front rows.
         reach = max(step.front - step.window, 0)
-        boundaries = [p for p in range(base - reach + 1, base + n + 1) if p % step.interval == 0]
+        first = max(base - reach, 0) + 1
+        boundaries = [p for p in range(first, base + n + 1) if p % step.interval == 0]
         ends = {own: base + n}
         if boundaries and step.kept is not None and step.kept[r] >= 0:
             ends[step.kept[r]] = boundaries[-1]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ import pytest
 import releases
 import torch
 from drafts_steps import BATCHES, expected, run
+from inkling_sconv import names
 from inkling_sconv.ops import draft_conv_state
 from inkling_sconv.plugin.convolution import InklingShortConvolution
 from inkling_sconv.probe import runners
@@ -143,11 +145,13 @@ def test_exempt_and_inert_draft_extend_leave_the_same_pool(drive):
 )
 def test_a_window_that_is_right_only_without_front_rows_is_wrong(front, shift, wrong):
     """A method that ends ``shift`` rows off the boundary, or that takes front rows for tokens."""
+    context = importlib.import_module(names.CONFIG_MODULES[0])
 
     class ShortConvolution:
         def _update_sconv_cache_for_draft_extend(self, batch, cache, indices, rows):
             skipped = batch.spec_info.num_front_tokens if front else 0
-            cache[1] = torch.cat([cache[0], rows[skipped:]])[2 + shift :][:3]
+            if 8 % context.mamba_track_grid(1) == 0:
+                cache[1] = torch.cat([cache[0], rows[skipped:]])[2 + shift :][:3]
 
     module = SimpleNamespace(ShortConvolution=ShortConvolution, fused_draft_extend_sconv_cache=None)
     assert runners.misplaces_draft_checkpoints(module) is wrong
@@ -308,7 +312,7 @@ def test_eight_heads(tmp_path, record_property):
     """
     checkpoint.write_checkpoint(tmp_path / "tiny", mtp_heads=8)
     model = emulator.Model(tmp_path / "tiny")
-    crossing = ("and offset > 0 and", "and offset > reach and")
+    crossing = ("min(offset, boundary) > 0", "min(offset - reach, boundary) > 0")
     ways = {
         "ours": load_way(tmp_path),
         "ours, without overlap": load_way(tmp_path, overlap=False),

@@ -27,7 +27,7 @@ from typing import Any
 
 import contenders
 from decode_trace import PARTS, Profile, TraceError, profile_steps, read_events
-from inkling_sconv.proof import checkpoint, equality, verify
+from inkling_sconv.proof import equality, verify
 from inkling_sconv.proof.server import (
     BASE_OPTIONS,
     TINY_OPTIONS,
@@ -148,10 +148,7 @@ def list_kernel_changes(base: Profile, other: Profile) -> list[tuple[str, str, f
 
 def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     """Measure every contender, print, write what is asked for, and return the exit code."""
-    environments = {name: contenders.make_environment(name) for name in options.contenders}
-    machine = contenders.describe_machine()
-    about = ", ".join(f"{name} {value}" for name, value in machine.items())
-    console.print(f"{about}\nlogs and traces: {options.log_dir}")
+    environments, machine = contenders.begin(options, console)
     start = time.monotonic()
 
     def say(what: str) -> None:
@@ -163,9 +160,7 @@ def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     profiles: dict[tuple[str, int, int], Profile] = {}
     report: dict[str, Any] = {"machine": machine, "contenders": measured}
     with tempfile.TemporaryDirectory(prefix="bench_decode_step_") as folder:
-        models = {heads: Path(folder) / str(heads) for heads in options.heads}
-        for heads, model in models.items():
-            checkpoint.write_checkpoint(model, mtp_heads=heads)
+        models = contenders.write_models(Path(folder), options.heads)
         # Servers of their own for each batch size: SGLang 0.5.17 can crash when it is profiled a
         # second time.
         for batch in options.batches:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import contenders
-from inkling_sconv.proof import checkpoint, equality, verify
+from inkling_sconv.proof import equality, verify
 from inkling_sconv.proof.server import (
     BASE_OPTIONS,
     TINY_OPTIONS,
@@ -89,9 +89,12 @@ def measure(
     By distance, ``steps`` of all prompts together and ``ms`` have an entry for each of ``ANSWERS``.
     """
     figures, answers = {}, []
+    texts: list[list[int]] = []
     for distance in DISTANCES:
         # Anew for each distance, since the answers leave checkpoints of their own.
-        prompts = [prompt[: CHECKPOINT + distance] for prompt in make_prompts(server, vocabulary)]
+        if kind == DECODE or not texts:
+            texts = make_prompts(server, vocabulary)
+        prompts = [text[: CHECKPOINT + distance] for text in texts]
         if kind == PREFILL:
             server.flush()
             server.generate([prompt[: CHECKPOINT + 1] for prompt in prompts], 0)
@@ -130,18 +133,13 @@ def make_table(measured: dict[str, Any], figure: str) -> Table:
 
 def run(options: argparse.Namespace, console: Console, **server: Any) -> int:
     """Measure every contender, print, write what is asked for, and return the exit code."""
-    environments = {name: contenders.make_environment(name) for name in options.contenders}
-    machine = contenders.describe_machine()
-    about = ", ".join(f"{name} {value}" for name, value in machine.items())
-    console.print(f"{about}\nlogs: {options.log_dir}")
+    environments, machine = contenders.begin(options, console)
     keys = [(name, heads) for heads in options.heads for name in environments]
     measured: dict[str, Any] = {}
     expected: dict[int, list[list[int]]] = {}
     differing = 0
     with tempfile.TemporaryDirectory(prefix="bench_hits_") as folder:
-        models = {heads: Path(folder) / str(heads) for heads in options.heads}
-        for heads, model in models.items():
-            checkpoint.write_checkpoint(model, mtp_heads=heads)
+        models = contenders.write_models(Path(folder), options.heads)
         servers = {
             (name, heads): Server(
                 models[heads],

@@ -16,29 +16,27 @@ SGLang: as it was between #34043 and #35042.
 import argparse
 import contextlib
 import os
-import platform
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test/registered/inkling"))
 
 from inkling_sconv.errors import UserError
+from inkling_sconv.names import CRASHING_TREE_VARIABLE
 from inkling_sconv.plugin import settings
 from inkling_sconv.plugin.fixes import FIXES
-from inkling_sconv.proof import verify
+from inkling_sconv.proof import checkpoint, verify
 from inkling_sconv.proof.server import Server, ServerError
 from rich.console import Console
 
 STOCK, DEFAULT, GUARD, EXEMPT, INERT = "stock", "default", "guard", "exempt", "inert"
 NAMES = (STOCK, DEFAULT, GUARD, EXEMPT, INERT)
 FIX_NAMES = [fix.name for fix in FIXES]
-CRASHING_TREE = "INKLING_SCONV_CRASHING_TREE"
 
 Key = TypeVar("Key")
 
@@ -67,13 +65,29 @@ def make_environment(name: str) -> dict[str, str]:
     return harness.make_environment(crashing, **variables)
 
 
-def describe_machine() -> dict[str, str]:
-    """What a record was measured on."""
-    import torch
+def begin(
+    options: argparse.Namespace, console: Console
+) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
+    """Each contender's variables, and what they are measured on, which is printed.
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    machine = {"GPU": gpu, "Python": platform.python_version()}
-    return machine | {name: version(name) for name in ("sglang", "torch", "triton")}
+    Raises:
+        UserError: as ``make_environment``.
+    """
+    import harness
+
+    environments = {name: make_environment(name) for name in options.contenders}
+    machine = harness.describe_machine()
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    console.print(f"{about}\nlogs: {options.log_dir}")
+    return environments, machine
+
+
+def write_models(folder: Path, heads: Sequence[int]) -> dict[int, Path]:
+    """Write a tiny checkpoint into ``folder`` for each number of MTP heads."""
+    models = {count: folder / str(count) for count in heads}
+    for count, model in models.items():
+        checkpoint.write_checkpoint(model, mtp_heads=count)
+    return models
 
 
 @contextlib.contextmanager
@@ -158,7 +172,9 @@ def run_as_script(
 ) -> int:
     """Run a benchmark where servers can run. An error of the user's is one line and exit 2."""
     # A contender gets its own variables and no others.
-    for variable in [v for v in os.environ if v.startswith("INKLING_SCONV") and v != CRASHING_TREE]:
+    for variable in [
+        v for v in os.environ if v.startswith("INKLING_SCONV") and v != CRASHING_TREE_VARIABLE
+    ]:
         del os.environ[variable]
     try:
         if (reason := verify.why_unavailable()) is not None:

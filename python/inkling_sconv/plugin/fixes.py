@@ -146,12 +146,13 @@ def _translates_slots_on_host(runner: Any) -> bool:
 def _place_draft_checkpoints(module: ModuleType) -> None:
     """Replace the method that moves the draft's conv state on and keeps its checkpoint."""
     cls = module.ShortConvolution
-    cls._inkling_sconv_interval = staticmethod(lambda: _read_track_grid(module))
+    context = importlib.import_module(names.CONFIG_MODULES[0])
+    cls._inkling_sconv_interval = staticmethod(lambda: _read_track_grid(module, context))
     name = "_update_sconv_cache_for_draft_extend"
     setattr(cls, name, vars(InklingShortConvolution)[name])
 
 
-def _read_track_grid(module: ModuleType) -> int:
+def _read_track_grid(module: ModuleType, context: Any) -> int:
     """Read how many tokens are between two checkpoints of decoding; 0 if it keeps none."""
     mamba = module.get_exec().mamba
     # Releases differ in who knows whether the extra buffer is on.
@@ -163,7 +164,6 @@ def _read_track_grid(module: ModuleType) -> int:
         keeps = module.get_server_args().enable_mamba_extra_buffer()
     if not keeps:
         return 0
-    context = importlib.import_module(names.CONFIG_MODULES[0])
     if hasattr(context, names.TRACK_GRID):
         return int(getattr(context, names.TRACK_GRID)(context.get_schedule().page_size))
     return int(mamba.mamba_track_interval)

@@ -18,7 +18,7 @@ import torch
 from inkling_sconv.codemod.guard import add_guard
 from inkling_sconv.codemod.shape import Shape, read_shape
 from inkling_sconv.codemod.unguard import remove_guard
-from inkling_sconv.names import PLUGIN_GROUP
+from inkling_sconv.names import CRASHING_TREE_VARIABLE, PLUGIN_GROUP
 from inkling_sconv.plugin.fixes import FIXES
 from inkling_sconv.proof.checkpoint import write_checkpoint
 from inkling_sconv.proof.server import BASE_OPTIONS, TINY_OPTIONS, Server
@@ -32,8 +32,6 @@ register_cuda_ci(
 )
 
 LOGS = Path(os.environ.get("INKLING_SCONV_LOGS", tempfile.gettempdir()))
-
-CRASHING_TREE = "INKLING_SCONV_CRASHING_TREE"
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = unittest.skipUnless(HAS_GPU, "needs a GPU")
@@ -56,9 +54,9 @@ def needs_crashing_fork(case: Any) -> Any:
     """Skip where no crashing fork is given, and none can be made of the installed SGLang."""
     reason = (
         "without its exemption and its guard this SGLang's refresh would still not crash: "
-        f"{CRASHING_TREE} can name a tree that does"
+        f"{CRASHING_TREE_VARIABLE} can name a tree that does"
     )
-    missing = HAS_GPU and not os.environ.get(CRASHING_TREE) and _is_exempt()
+    missing = HAS_GPU and not os.environ.get(CRASHING_TREE_VARIABLE) and _is_exempt()
     return needs_gpu(unittest.skipIf(missing, reason)(case))
 
 
@@ -86,7 +84,7 @@ def make_crashing_fork() -> Path:
     ``INKLING_SCONV_CRASHING_TREE`` names it, a checkout of SGLang. Otherwise it is made of the
     installed SGLang.
     """
-    if given := os.environ.get(CRASHING_TREE):
+    if given := os.environ.get(CRASHING_TREE_VARIABLE):
         return find_tree(Path(given)).root
     tree = find_tree(None)
     text = remove_guard(add_guard(tree.backend.read_bytes(), inert_fill=True))
@@ -177,15 +175,20 @@ class OneServer:
         cls.server.__enter__()
 
 
-def record(name: str, **figures: Any) -> None:
-    """Write figures of a test, and what they were measured on, for ``docs/evidence.md``."""
+def describe_machine() -> dict[str, Any]:
+    """What figures are measured on."""
     machine = {
-        "GPU": torch.cuda.get_device_name(),
+        "GPU": torch.cuda.get_device_name() if HAS_GPU else "no GPU",
         "CUDA": torch.version.cuda,
         "Python": platform.python_version(),
         **{name: version(name) for name in ("sglang", "torch", "triton")},
     }
-    if given := os.environ.get(CRASHING_TREE):
+    if given := os.environ.get(CRASHING_TREE_VARIABLE):
         machine["tree"] = Path(given).resolve().name
-    for stem, content in ((name, figures), ("machine", machine)):
+    return machine
+
+
+def record(name: str, **figures: Any) -> None:
+    """Write figures of a test, and what they were measured on, for ``docs/evidence.md``."""
+    for stem, content in ((name, figures), ("machine", describe_machine())):
         (LOGS / f"{stem}.json").write_text(json.dumps(content, indent=1, default=asdict))
